@@ -1,0 +1,439 @@
+"""The engine loop: one thread that owns the scheduler, the block manager, the samplers and the model.
+
+Everybody else talks to it by posting commands; it answers by events handed to each request's sink. Invariants: only the
+engine thread touches the scheduler and the blocks; a request gets exactly one terminal event (a ``Token`` with a finish
+reason, or ``Failed``), except that an aborted one gets none; a failed step fails the requests that were in it and
+no others. Knows nothing about asyncio, HTTP, text or how KV crosses to a peer.
+
+Sinks are called on the engine thread, so they must be cheap and must not raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvbaton.clock import Clock
+from kvbaton.engine.events import EngineStats, Event, Failed, Progress, Reservation, Scheduled, Sink, Token
+from kvbaton.engine.model import Model, StepInput
+from kvbaton.engine.pool import KVPool
+from kvbaton.engine.sampler import SequenceSampler
+from kvbaton.engine.scheduler import Scheduler, SchedulerConfig, Sequence, StepItem, StepPlan
+from kvbaton.kv.blocks import BlockManager, BlockRemoved, BlockStored
+from kvbaton.types import CapacityError, GenerateRequest, KvbatonError, LocalError, TokenOutput
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[list[tuple[Sink, Event]]], None]
+
+
+def deliver_now(batch: list[tuple[Sink, Event]]) -> None:
+    """Call every sink at once, on the engine thread."""
+    for sink, event in batch:
+        sink(event)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    scheduler: SchedulerConfig
+    prefix_caching: bool = True
+    lease_s: float = 30.0  # how long offered blocks stay pinned without a sign of life from the reader
+
+
+@dataclass
+class _Active:
+    """What the engine keeps of one request until its terminal event."""
+
+    seq: Sequence
+    sampler: SequenceSampler
+    sink: Sink
+    arrived_s: float
+    leased: bool = False  # its blocks are pinned for a reader
+    announced: bool = False  # Scheduled was sent
+
+
+@dataclass
+class _Counters:
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_lease_expiries: int = 0
+    num_failed_steps: int = 0
+    prefill_busy_s: float = 0.0
+    decode_busy_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Stop:
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Engine:
+    """Runs ``model`` over ``pool``. Call ``start`` once, ``stop`` once."""
+
+    def __init__(
+        self, model: Model, pool: KVPool, config: EngineConfig, clock: Clock, deliver: Deliver = deliver_now
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.config = config
+        self._clock = clock
+        self._deliver = deliver
+        self._blocks = BlockManager(
+            pool.num_blocks,
+            pool.layout.block_size,
+            prefix_caching=config.prefix_caching,
+            on_generation=pool.publish_generation,
+        )
+        self._scheduler = Scheduler(config.scheduler, self._blocks)
+        self._active: dict[str, _Active] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None] | _Stop] = queue.SimpleQueue()
+        self._outbox: list[tuple[Sink, Event]] = []
+        self._counters = _Counters()
+        self._thread = threading.Thread(target=self._run, name="kvbaton-engine", daemon=True)
+        self._stopped = False
+        self._idle_poll_s = max(0.05, min(1.0, config.lease_s / 4))
+
+    # -- called from any thread ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the loop; requests still active get ``Failed``. The step that is running is finished first."""
+        if self._stopped or not self._thread.is_alive():
+            self._stopped = True
+            return
+        stop = _Stop()
+        self._commands.put(stop)
+        stop.done.wait(timeout_s)
+        self._thread.join(timeout_s)
+        self._stopped = True
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._stopped
+
+    def generate(self, request: GenerateRequest, sink: Sink) -> None:
+        """Prefill and decode here. Events: Scheduled, then Token ... until one carries a finish reason; or Failed."""
+        self._commands.put(lambda: self._add(request, sink, "full"))
+
+    def prefill(self, request: GenerateRequest, sink: Sink) -> None:
+        """Prefill for a reader elsewhere: Scheduled (with blocks), Progress ..., one Token; or Failed.
+
+        The blocks stay pinned until ``release`` or ``abort``, or until ``lease_s`` passed without ``renew``.
+        """
+        self._commands.put(lambda: self._add(request, sink, "prefill_only"))
+
+    def reserve(self, request: GenerateRequest, sink: Sink) -> Future[Reservation]:
+        """Take blocks for a prompt whose KV will be written by a hand-off. Fails with CapacityError when there is no room."""
+        future: Future[Reservation] = Future()
+        self._commands.put(lambda: self._reserve(request, sink, future))
+        return future
+
+    def start_import(self, request_id: str, first: TokenOutput) -> None:
+        """The reserved blocks are filled: decode from ``first`` on (``first`` itself is not sent to the sink again)."""
+        self._commands.put(lambda: self._start_import(request_id, first))
+
+    def renew(self, request_id: str, lease_s: float) -> Future[bool]:
+        future: Future[bool] = Future()
+        self._commands.put(lambda: future.set_result(self._renew(request_id, lease_s)))
+        return future
+
+    def release(self, request_id: str) -> None:
+        """The reader has everything: unpin and drop the blocks of a prefill."""
+        self._commands.put(lambda: self._forget(request_id))
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request at any point; harmless if it is gone. No event follows.
+
+        A receiving request must be aborted only when nothing writes into its blocks any more.
+        """
+        self._commands.put(lambda: self._forget(request_id))
+
+    def call(self, function: Callable[[Engine], object]) -> Future:
+        """Run ``function`` on the engine thread between two steps (stats, checks, cache clearing)."""
+        future: Future = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._commands.put(run)
+        return future
+
+    def stats(self) -> EngineStats:
+        """A snapshot without a trip through the loop: single reads of integers, each exact on its own."""
+        blocks, counters = self._blocks, self._counters
+        return EngineStats(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            waiting_prompt_tokens=self._scheduler.waiting_prompt_tokens,
+            num_active=len(self._active),
+            num_blocks=blocks.num_blocks,
+            num_blocks_used=blocks.num_used,
+            num_blocks_free=blocks.num_free,
+            num_blocks_cached=blocks.num_cached,
+            num_blocks_pinned=blocks.num_pinned,
+            num_steps=counters.num_steps,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_lease_expiries=counters.num_lease_expiries,
+            num_failed_steps=counters.num_failed_steps,
+            prefill_busy_s=counters.prefill_busy_s,
+            decode_busy_s=counters.decode_busy_s,
+        )
+
+    # -- engine thread -------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every invariant of the state the loop owns. Engine thread only (``call(Engine.check)``)."""
+        self._scheduler.check()
+        self._blocks.check()
+
+    def drain_block_events(self) -> list[BlockStored | BlockRemoved]:
+        return self._blocks.drain_events()
+
+    def clear_cache(self) -> None:
+        self._blocks.clear_cache()
+
+    def _run(self) -> None:
+        stop: _Stop | None = None
+        try:
+            while stop is None:
+                stop = self._handle_commands()
+                self._expire_leases()
+                if stop is None:
+                    self._step()
+                self._flush()
+        finally:
+            for request_id in list(self._active):
+                self._fail(request_id, LocalError("the engine stopped"))
+            self._flush()
+            if stop is not None:
+                stop.done.set()
+
+    def _has_work(self) -> bool:
+        return self._scheduler.num_waiting > 0 or self._scheduler.num_running > 0
+
+    def _handle_commands(self) -> _Stop | None:
+        """Run what was posted; wait for something when there is nothing to compute."""
+        block = not self._has_work()
+        try:
+            command = self._commands.get(block=block, timeout=self._idle_poll_s if block else None)
+            while True:
+                if isinstance(command, _Stop):
+                    return command
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _flush(self) -> None:
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            self._deliver(batch)
+
+    def _add(self, request: GenerateRequest, sink: Sink, mode: str) -> None:
+        try:
+            if request.request_id in self._active:
+                raise LocalError(f"request id {request.request_id} is already in use", field="request_id")
+            seq = Sequence(request=request, mode=mode)
+            self._scheduler.add(seq)
+        except KvbatonError as error:
+            self._outbox.append((sink, Failed(error)))
+            return
+        self._active[request.request_id] = self._make_active(request, seq, sink)
+
+    def _make_active(self, request: GenerateRequest, seq: Sequence, sink: Sink) -> _Active:
+        sampler = SequenceSampler(request.sampling, request.prompt_token_ids, request.eos_token_ids)
+        return _Active(seq=seq, sampler=sampler, sink=sink, arrived_s=self._clock.now_s())
+
+    def _reserve(self, request: GenerateRequest, sink: Sink, future: Future[Reservation]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if request.request_id in self._active:
+                raise LocalError(f"request id {request.request_id} is already in use", field="request_id")
+            seq = Sequence(request=request, mode="import")
+            num_cached = self._scheduler.reserve_import(seq)
+            self._active[request.request_id] = self._make_active(request, seq, sink)
+            self._counters.num_cached_tokens += num_cached
+            future.set_result(Reservation(block_ids=tuple(seq.blocks), num_cached_tokens=num_cached))
+        except Exception as error:
+            future.set_exception(error)
+
+    def _start_import(self, request_id: str, first: TokenOutput) -> None:
+        active = self._active.get(request_id)
+        if active is None:
+            return  # aborted meanwhile
+        self.pool.stage_in(active.seq.blocks)
+        active.sampler.resume([first.token_id])
+        self._scheduler.import_done(request_id, first)
+        if first.finish_reason is not None:
+            self._active.pop(request_id, None)
+
+    def _renew(self, request_id: str, lease_s: float) -> bool:
+        now_s = self._clock.now_s()
+        return self._blocks.renew(request_id, now_s, now_s + lease_s)
+
+    def _forget(self, request_id: str) -> None:
+        active = self._active.pop(request_id, None)
+        if active is None:
+            return
+        if active.seq.state == "held":
+            self._scheduler.hold_released(request_id)
+        else:
+            self._scheduler.abort(request_id)
+        if active.leased:
+            self._blocks.unpin(request_id)
+
+    def _fail(self, request_id: str, error: KvbatonError) -> None:
+        active = self._active.get(request_id)
+        if active is not None:
+            self._outbox.append((active.sink, Failed(error)))
+            self._forget(request_id)
+
+    def _expire_leases(self) -> None:
+        for request_id in self._blocks.expire(self._clock.now_s()):
+            self._counters.num_lease_expiries += 1
+            active = self._active.get(request_id)
+            if active is not None:
+                active.leased = False
+                log.warning("lease of %s expired: its reader showed no sign of life; blocks are freed", request_id)
+                self._fail(request_id, CapacityError("the lease on the offered blocks expired"))
+
+    def _step(self) -> None:
+        plan = self._scheduler.schedule()
+        self._counters.num_preemptions += len(plan.preempted)
+        if not plan.items:
+            return
+        started_s = self._clock.now_s()
+        self._announce(plan, started_s)
+        try:
+            logits = self.model.forward(self._step_input(plan), self.pool, self._layer_hook(plan))
+            sampled = self._sample(plan, logits)
+        except Exception as error:  # one bad step must not end the loop
+            log.exception("step failed")
+            self._counters.num_failed_steps += 1
+            for item in plan.items:
+                self._fail(item.seq.request.request_id, LocalError(f"the engine step failed: {error}"))
+            return
+        self._scheduler.complete(plan, sampled)
+        self._account(plan, self._clock.now_s() - started_s)
+        for request_id, output in sampled.items():
+            self._emit(request_id, output)
+
+    def _announce(self, plan: StepPlan, now_s: float) -> None:
+        """Tell each sink when its request is first scheduled; pin what a reader was offered."""
+        for item in plan.items:
+            request_id = item.seq.request.request_id
+            active = self._active[request_id]
+            if active.announced:
+                continue
+            active.announced = True
+            self._counters.num_cached_tokens += item.seq.num_cached_tokens
+            if item.seq.mode == "prefill_only":
+                self._blocks.pin(request_id, item.seq.blocks, now_s + self.config.lease_s)
+                active.leased = True
+                cached_blocks = item.seq.blocks[: item.start // self.pool.layout.block_size]
+                for layer in range(self.pool.layout.num_layers if self.pool.device_tensor is not None else 0):
+                    self.pool.stage_out(layer, cached_blocks)
+            event = Scheduled(
+                block_ids=tuple(item.seq.blocks),
+                num_cached_tokens=item.seq.num_cached_tokens,
+                queue_s=now_s - active.arrived_s,
+            )
+            self._outbox.append((active.sink, event))
+        self._flush()
+
+    def _step_input(self, plan: StepPlan) -> StepInput:
+        items = plan.items
+        num_rows = sum(item.num_tokens for item in items)
+        token_ids = np.empty(num_rows, dtype=np.int32)
+        positions = np.empty(num_rows, dtype=np.int32)
+        seq_starts = np.zeros(len(items) + 1, dtype=np.int32)
+        context_lens = np.empty(len(items), dtype=np.int32)
+        most_blocks = max(len(item.seq.blocks) for item in items)
+        block_table = np.zeros((len(items), most_blocks), dtype=np.int32)
+        sample_rows = []
+        row = 0
+        for i, item in enumerate(items):
+            stop = item.start + item.num_tokens
+            token_ids[row : row + item.num_tokens] = _tokens(item.seq, item.start, stop)
+            positions[row : row + item.num_tokens] = np.arange(item.start, stop, dtype=np.int32)
+            block_table[i, : len(item.seq.blocks)] = item.seq.blocks
+            context_lens[i] = stop
+            row += item.num_tokens
+            seq_starts[i + 1] = row
+            if item.samples:
+                sample_rows.append(row - 1)
+        rows = np.asarray(sample_rows, dtype=np.int32)
+        return StepInput(token_ids, positions, seq_starts, context_lens, block_table, rows)
+
+    def _layer_hook(self, plan: StepPlan) -> Callable[[int], None] | None:
+        """Progress for readers after each layer; None when nobody in this step has one."""
+        offered: list[tuple[StepItem, Sink]] = [
+            (item, self._active[item.seq.request.request_id].sink)
+            for item in plan.items
+            if item.seq.mode == "prefill_only"
+        ]
+        if not offered:
+            return None
+        block_size = self.pool.layout.block_size
+
+        def on_layer(layer: int) -> None:
+            for item, sink in offered:
+                stop = item.start + item.num_tokens
+                if self.pool.device_tensor is not None:
+                    self.pool.stage_out(layer, item.seq.blocks[item.start // block_size : -(-stop // block_size)])
+                self._outbox.append((sink, Progress(tokens_ready=stop, layers_ready=layer + 1)))
+            self._flush()
+
+        return on_layer
+
+    def _sample(self, plan: StepPlan, logits: np.ndarray) -> dict[str, TokenOutput]:
+        sampling = [item.seq.request.request_id for item in plan.items if item.samples]
+        assert logits.shape[0] == len(sampling), "one row of logits for each sequence that samples"
+        return {request_id: self._active[request_id].sampler.sample(logits[i]) for i, request_id in enumerate(sampling)}
+
+    def _emit(self, request_id: str, output: TokenOutput) -> None:
+        active = self._active[request_id]
+        self._counters.num_output_tokens += 1
+        self._outbox.append((active.sink, Token(output)))
+        if active.seq.mode == "prefill_only":
+            return  # stays until its reader is done with the blocks
+        if output.finish_reason is not None:
+            del self._active[request_id]
+
+    def _account(self, plan: StepPlan, step_s: float) -> None:
+        """Share a step's time between the phases by rows: prefill rows are those that do not extend an output."""
+        num_prefill = sum(item.num_tokens for item in plan.items if item.num_tokens > 1 or not item.seq.output_token_ids)
+        num_decode = sum(item.num_tokens for item in plan.items) - num_prefill
+        self._counters.num_steps += 1
+        self._counters.num_prompt_tokens += num_prefill
+        self._counters.prefill_busy_s += step_s * num_prefill / (num_prefill + num_decode)
+        self._counters.decode_busy_s += step_s * num_decode / (num_prefill + num_decode)
+
+
+def _tokens(seq: Sequence, start: int, stop: int) -> list[int] | tuple[int, ...]:
+    """Token ids of positions [start, stop) of prompt followed by output."""
+    prompt = seq.request.prompt_token_ids
+    num_prompt = len(prompt)
+    if stop <= num_prompt:
+        return prompt[start:stop]
+    if start >= num_prompt:
+        return seq.output_token_ids[start - num_prompt : stop - num_prompt]
+    return [*prompt[start:], *seq.output_token_ids[: stop - num_prompt]]
