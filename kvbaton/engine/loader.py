@@ -1,0 +1,148 @@
+"""From a model directory to something that can run: configuration, weights, kernels, pool, tokenizer.
+
+The one place that chooses between the native kernels and plain torch, and says why.
+Knows nothing about requests or peers.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.pool import KVPool
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.engine.weights import default_model_dir, load_model_dir
+from kvbaton.kv.layout import DTYPE_BYTES, KVLayout
+from kvbaton.kv.shared_pool import SharedPool, segment_name
+from kvbaton.types import PROTOCOL_VERSION, Fingerprint, LocalError
+
+if TYPE_CHECKING:
+    from kvbaton.engine.model import Model
+
+log = logging.getLogger(__name__)
+
+COMPUTE_DTYPES = ("float32", "bfloat16")
+WEIGHT_FORMATS = ("native", "int8", "int4")
+BACKENDS = ("auto", "native", "torch")
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the user may choose about a model. ``None`` means: decide from the model or the machine."""
+
+    model_dir: Path | None = None  # None: the small instruct model that ships as a package
+    dtype: str = "bfloat16"  # of activations and unquantised weights
+    kv_dtype: str = "auto"  # auto: the compute dtype
+    weights: str = "native"  # or weight-only int8, int4
+    block_size: int = 16
+    kv_memory_bytes: int = 1024 * MIB
+    num_kv_blocks: int | None = None  # overrides kv_memory_bytes
+    max_context: int | None = None  # None: what the model's config says
+    backend: str = "auto"
+    device: str = "auto"  # auto: cuda when the machine has one, unless the native (CPU) backend was asked for
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("dtype", self.dtype, COMPUTE_DTYPES),
+            ("kv_dtype", self.kv_dtype, ("auto", *DTYPE_BYTES)),
+            ("weights", self.weights, WEIGHT_FORMATS),
+            ("backend", self.backend, BACKENDS),
+        ):
+            if value not in allowed:
+                raise LocalError(f"{name} {value!r} is unknown", field=name, fix=f"use one of {', '.join(allowed)}")
+        if self.block_size < 8 or self.block_size % 8:
+            raise LocalError(f"block_size must be a multiple of 8, got {self.block_size}", field="block_size")
+        if self.num_threads < 1:
+            raise LocalError(f"num_threads must be at least 1, got {self.num_threads}", field="num_threads")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    config: ModelConfig
+    model: Model
+    pool: KVPool
+    tokenizer: Tokenizer
+    fingerprint: Fingerprint
+    model_id: str
+    max_context: int
+    backend: str  # what runs, in words: "native bfloat16 (amx)", "torch float32 on cpu"
+
+
+def load(options: LoadOptions, incarnation: str = "", shared: bool = False) -> LoadedModel:
+    """Load everything. ``shared`` puts the KV pool in a named segment that a peer on this host can map."""
+    model_dir = options.model_dir or default_model_dir()
+    if not (model_dir / "config.json").is_file():
+        raise LocalError(f"no config.json in {model_dir}", field="model", fix="give a Hugging Face model directory")
+    config, weights = load_model_dir(model_dir)
+    tokenizer = Tokenizer.load(model_dir)
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=options.block_size,
+        dtype=options.dtype if options.kv_dtype == "auto" else options.kv_dtype,
+    )
+    max_context = min(options.max_context or config.max_context, config.max_context)
+    num_blocks = options.num_kv_blocks or max(1, options.kv_memory_bytes // layout.block_bytes)
+    model, backend, device = _make_model(options, config, weights, layout)
+    pool = KVPool(
+        SharedPool.create(layout, num_blocks, segment_name(incarnation) if shared else None, incarnation), device=device
+    )
+    log.info("model %s: %s, %d KV blocks of %d tokens", model_dir.name, backend, num_blocks, options.block_size)
+    return LoadedModel(
+        config=config,
+        model=model,
+        pool=pool,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint_of(config, layout),
+        model_id=model_dir.name,
+        max_context=max_context,
+        backend=backend,
+    )
+
+
+def fingerprint_of(config: ModelConfig, layout: KVLayout) -> Fingerprint:
+    """What a peer must share before KV may move between us."""
+    return Fingerprint(
+        protocol_version=PROTOCOL_VERSION,
+        model_revision=config.revision,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        kv_dtype=layout.dtype,
+        rope=config.rope_text,
+    )
+
+
+def _make_model(options: LoadOptions, config: ModelConfig, weights: dict, layout: KVLayout) -> tuple[Model, str, str]:
+    reason: str | None = "torch runs on the accelerator" if options.backend == "auto" else "torch was asked for"
+    on_cuda = options.device.startswith("cuda") or (options.device == "auto" and Path("/dev/nvidia0").exists())
+    if options.backend == "native" or (options.backend == "auto" and not on_cuda):
+        from kvbaton.engine import native
+
+        reason = native.available()
+        if reason is None:
+            model = native.NativeModel(
+                config, weights, layout, dtype=options.dtype, weights=options.weights, num_threads=options.num_threads
+            )
+            return model, f"native {options.dtype}, weights {options.weights}", "cpu"
+    if options.backend == "native":
+        raise LocalError(f"the native kernels cannot run: {reason}", field="backend", fix="use auto or torch")
+    if options.weights != "native":
+        raise LocalError(
+            f"weights {options.weights!r} need the native kernels, and {reason}", field="weights", fix="use native"
+        )
+    import torch
+
+    from kvbaton.engine.torch_model import TorchModel
+
+    torch.set_num_threads(options.num_threads)
+    device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if reason is not None and device == "cpu":
+        log.warning("plain torch runs the model: %s", reason)
+    return TorchModel(config, weights, layout, dtype=options.dtype, device=device), f"torch {options.dtype} on {device}", device
