@@ -1,0 +1,152 @@
+"""What a worker is to the code above it: one protocol, the events of one request, and the internal wire structs.
+
+``native.NativeWorker`` implements ``Worker``; adapters for other engines will. Knows nothing about HTTP, text or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.types import Fingerprint, GenerateRequest, Role, TokenOutput
+
+
+class PeerAddress(msgspec.Struct, frozen=True):
+    """Where a prefill worker's hand-off server listens."""
+
+    host: str
+    port: int
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """The request is in a batch. First event of every request that is not refused."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prefix-cache hit: the local one, or the prefill side's for a remote request
+    num_remote_tokens: int = 0  # tokens whose KV was (or is being) pulled from a peer
+    path: str = "local"  # or "remote"
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """Last event of a request that ended well."""
+
+    transfer_bytes: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0  # from Start to the last byte
+    exposed_s: float = 0.0  # last byte minus first token
+
+
+WorkerEvent = Admitted | TokenOutput | Finished
+
+
+class WorkerStats(msgspec.Struct, frozen=True):
+    """Load and totals of one worker: gauges are now, totals since it started."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    waiting_prompt_tokens: int = 0
+    num_active: int = 0  # every request the engine knows, held and receiving ones too
+    num_blocks: int = 0
+    num_blocks_used: int = 0
+    num_blocks_free: int = 0
+    num_blocks_cached: int = 0
+    num_blocks_pinned: int = 0
+    num_leases: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # computed here
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_lease_expiries: int = 0
+    num_failed_steps: int = 0
+    prefill_busy_s: float = 0.0
+    decode_busy_s: float = 0.0
+    transfer_bytes_sent: int = 0
+    transfer_bytes_received: int = 0
+    num_transfers: int = 0
+    num_transfer_failures: int = 0
+
+
+class TextCodec(Protocol):
+    """The tokenizer as this layer uses it (``engine.tokenizer.Tokenizer``)."""
+
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def chat(self, messages: list[dict], tools: list | None = None, add_generation_prompt: bool = True) -> list[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Worker(Protocol):
+    """An engine and its side of the hand-off, in this process."""
+
+    model_id: str
+    role: Role
+    max_context: int
+    fingerprint: Fingerprint
+    incarnation: str  # fresh for each life of the process
+    kv_port: int  # of the hand-off server; 0 when this role has none
+    tokenizer: TextCodec
+
+    async def start(self) -> None: ...
+    async def drain(self, deadline_s: float) -> bool: ...
+    async def stop(self) -> None: ...
+
+    def generate(
+        self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
+    ) -> AsyncIterator[WorkerEvent]:
+        """Admitted, then TokenOutput ..., then Finished. Closing the iterator aborts the request everywhere.
+
+        Raises CapacityError (no room), LocalError with a field (bad input), RemoteError (the prefill peer failed).
+        """
+        ...
+
+    def stats(self) -> WorkerStats: ...
+
+
+INTERNAL_KEY_HEADER = b"x-kvbaton-key"
+
+
+class InternalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ``kvbaton`` object that the router adds to a body. Honoured only together with the internal key."""
+
+    request_id: str
+    prompt_token_ids: tuple[tuple[int, ...], ...]  # one per prompt, tokenized by the router
+    prefill: PeerAddress | None = None
+    deadline_s: float = 600.0
+    cache_salt: str = ""
+    priority: int = 0
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """Answer of ``GET /internal/info``: who this worker is, and how busy."""
+
+    state: str  # starting | serving | draining
+    role: Role
+    model_id: str
+    incarnation: str
+    fingerprint: Fingerprint
+    max_context: int  # tokens of prompt and output together that this worker can hold
+    block_size: int
+    kv_port: int
+    stats: WorkerStats
+
+
+class RequestReport(msgspec.Struct, frozen=True):
+    """What the worker tells the router about one finished request (internal header or SSE comment)."""
+
+    path: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_remote_tokens: int
+    num_output_tokens: int
+    transfer_bytes: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
