@@ -24,7 +24,8 @@ from kvbaton.engine.events import EngineStats, Event, Failed, Progress, Reservat
 from kvbaton.engine.model import Model, StepInput
 from kvbaton.engine.pool import KVPool
 from kvbaton.engine.sampler import SequenceSampler
-from kvbaton.engine.scheduler import Scheduler, SchedulerConfig, Sequence, StepItem, StepPlan
+from kvbaton.engine.scheduler import Scheduler, SchedulerConfig, StepItem, StepPlan
+from kvbaton.engine.sequence import Mode, Sequence
 from kvbaton.kv.blocks import BlockManager, BlockRemoved, BlockStored
 from kvbaton.types import CapacityError, GenerateRequest, KvbatonError, LocalError, TokenOutput
 
@@ -100,6 +101,7 @@ class Engine:
         self._counters = _Counters()
         self._thread = threading.Thread(target=self._run, name="kvbaton-engine", daemon=True)
         self._stopped = False
+        self._stalled = False  # there is work, but no room for it until somebody gives blocks back
         self._idle_poll_s = max(0.05, min(1.0, config.lease_s / 4))
 
     # -- called from any thread ----------------------------------------------------------------------------------
@@ -185,6 +187,7 @@ class Engine:
             num_blocks_free=blocks.num_free,
             num_blocks_cached=blocks.num_cached,
             num_blocks_pinned=blocks.num_pinned,
+            num_leases=blocks.num_leases,
             num_steps=counters.num_steps,
             num_prompt_tokens=counters.num_prompt_tokens,
             num_cached_tokens=counters.num_cached_tokens,
@@ -230,7 +233,7 @@ class Engine:
 
     def _handle_commands(self) -> _Stop | None:
         """Run what was posted; wait for something when there is nothing to compute."""
-        block = not self._has_work()
+        block = self._stalled or not self._has_work()
         try:
             command = self._commands.get(block=block, timeout=self._idle_poll_s if block else None)
             while True:
@@ -246,7 +249,7 @@ class Engine:
             batch, self._outbox = self._outbox, []
             self._deliver(batch)
 
-    def _add(self, request: GenerateRequest, sink: Sink, mode: str) -> None:
+    def _add(self, request: GenerateRequest, sink: Sink, mode: Mode) -> None:
         try:
             if request.request_id in self._active:
                 raise LocalError(f"request id {request.request_id} is already in use", field="request_id")
@@ -318,6 +321,7 @@ class Engine:
     def _step(self) -> None:
         plan = self._scheduler.schedule()
         self._counters.num_preemptions += len(plan.preempted)
+        self._stalled = not plan.items and not plan.preempted
         if not plan.items:
             return
         started_s = self._clock.now_s()
@@ -329,7 +333,7 @@ class Engine:
             log.exception("step failed")
             self._counters.num_failed_steps += 1
             for item in plan.items:
-                self._fail(item.seq.request.request_id, LocalError(f"the engine step failed: {error}"))
+                self._fail(item.seq.request_id, LocalError(f"the engine step failed: {error}"))
             return
         self._scheduler.complete(plan, sampled)
         self._account(plan, self._clock.now_s() - started_s)
@@ -339,7 +343,7 @@ class Engine:
     def _announce(self, plan: StepPlan, now_s: float) -> None:
         """Tell each sink when its request is first scheduled; pin what a reader was offered."""
         for item in plan.items:
-            request_id = item.seq.request.request_id
+            request_id = item.seq.request_id
             active = self._active[request_id]
             if active.announced:
                 continue
@@ -386,7 +390,7 @@ class Engine:
     def _layer_hook(self, plan: StepPlan) -> Callable[[int], None] | None:
         """Progress for readers after each layer; None when nobody in this step has one."""
         offered: list[tuple[StepItem, Sink]] = [
-            (item, self._active[item.seq.request.request_id].sink)
+            (item, self._active[item.seq.request_id].sink)
             for item in plan.items
             if item.seq.mode == "prefill_only"
         ]
@@ -405,7 +409,7 @@ class Engine:
         return on_layer
 
     def _sample(self, plan: StepPlan, logits: np.ndarray) -> dict[str, TokenOutput]:
-        sampling = [item.seq.request.request_id for item in plan.items if item.samples]
+        sampling = [item.seq.request_id for item in plan.items if item.samples]
         assert logits.shape[0] == len(sampling), "one row of logits for each sequence that samples"
         return {request_id: self._active[request_id].sampler.sample(logits[i]) for i, request_id in enumerate(sampling)}
 
@@ -419,13 +423,11 @@ class Engine:
             del self._active[request_id]
 
     def _account(self, plan: StepPlan, step_s: float) -> None:
-        """Share a step's time between the phases by rows: prefill rows are those that do not extend an output."""
-        num_prefill = sum(item.num_tokens for item in plan.items if item.num_tokens > 1 or not item.seq.output_token_ids)
-        num_decode = sum(item.num_tokens for item in plan.items) - num_prefill
+        """Share a step's time between the phases by rows."""
         self._counters.num_steps += 1
-        self._counters.num_prompt_tokens += num_prefill
-        self._counters.prefill_busy_s += step_s * num_prefill / (num_prefill + num_decode)
-        self._counters.decode_busy_s += step_s * num_decode / (num_prefill + num_decode)
+        self._counters.num_prompt_tokens += plan.num_prefill_tokens
+        self._counters.prefill_busy_s += step_s * plan.num_prefill_tokens / plan.num_tokens
+        self._counters.decode_busy_s += step_s * plan.num_decodes / plan.num_tokens
 
 
 def _tokens(seq: Sequence, start: int, stop: int) -> list[int] | tuple[int, ...]:

@@ -64,6 +64,7 @@ class EngineStats:
     num_blocks_free: int  # free or evictable
     num_blocks_cached: int
     num_blocks_pinned: int
+    num_leases: int
     num_steps: int
     num_prompt_tokens: int  # prompt tokens computed here
     num_cached_tokens: int  # prompt tokens not computed because the prefix cache had them

@@ -15,9 +15,10 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.pool import KVPool
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.engine.weights import default_model_dir, load_model_dir
+from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import DTYPE_BYTES, KVLayout
 from kvbaton.kv.shared_pool import SharedPool, segment_name
-from kvbaton.types import PROTOCOL_VERSION, Fingerprint, LocalError
+from kvbaton.types import Fingerprint, LocalError
 
 if TYPE_CHECKING:
     from kvbaton.engine.model import Model
@@ -99,23 +100,10 @@ def load(options: LoadOptions, incarnation: str = "", shared: bool = False) -> L
         model=model,
         pool=pool,
         tokenizer=tokenizer,
-        fingerprint=fingerprint_of(config, layout),
+        fingerprint=fingerprint_of(layout, config.revision, config.rope_text),
         model_id=model_dir.name,
         max_context=max_context,
         backend=backend,
-    )
-
-
-def fingerprint_of(config: ModelConfig, layout: KVLayout) -> Fingerprint:
-    """What a peer must share before KV may move between us."""
-    return Fingerprint(
-        protocol_version=PROTOCOL_VERSION,
-        model_revision=config.revision,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        kv_dtype=layout.dtype,
-        rope=config.rope_text,
     )
 
 
