@@ -1,0 +1,103 @@
+"""``kvbaton kv``, ``plan`` and ``advise``: the deciding half of the command line.
+
+stdout carries the result, stderr the progress. Exit codes: 0 done, 1 the answer is no, 2 bad input, with one line that
+names the field and the fix. Planner modules are imported inside the commands, so that ``--help`` stays instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from kvbaton.types import LocalError
+
+if TYPE_CHECKING:
+    from kvbaton.plan.kv_report import KVAnswer
+
+
+def refuses_bad_input(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn our own input errors into exit code 2 and one line."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except LocalError as error:
+            prefix = f"{error.field}: " if error.field else ""
+            click.echo(f"kvbaton: {prefix}{error}", err=True)
+            sys.exit(2)
+
+    return run
+
+
+def print_json(answer: Any) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+
+
+@click.command("kv")
+@click.argument("model")
+@click.option("--tokens", "-t", multiple=True, type=click.IntRange(1), help="Prompt length; repeat for more.")
+@click.option("--kv-dtype", default="auto", show_default=True, help="auto, bf16, fp8, mxfp8, int8_token_head, ...")
+@click.option("--tp", default=1, show_default=True, help="Tensor parallel ranks.")
+@click.option("--pp", default=1, show_default=True, help="Pipeline stages.")
+@click.option("--cp", default=1, show_default=True, help="Context parallel ranks.")
+@click.option("--block-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens a block.")
+@click.option("--gpu", "gpu_name", default="H100-SXM", show_default=True, help="For the prefill time behind the words.")
+@click.option("--fabric", "fabric_names", multiple=True, help="Only these fabrics; repeat for more.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@refuses_bad_input
+def kv_command(model: str, tokens: tuple[int, ...], kv_dtype: str, tp: int, pp: int, cp: int, block_size: int,
+               gpu_name: str, fabric_names: tuple[str, ...], as_json: bool) -> None:  # fmt: skip
+    """KV bytes per token and per prompt for MODEL, and the time to move them over each fabric.
+
+    MODEL is a config.json, a directory with one, or a preset such as Llama-3.1-70B.
+    """
+    from kvbaton.plan import hardware, kv_report
+    from kvbaton.plan.kv_math import KVCost, Sharding, kv_format
+    from kvbaton.plan.model_presets import find_preset
+    from kvbaton.plan.model_shape import read_model
+
+    shape = read_model(model) if Path(model).exists() else find_preset(model)
+    if shape is None:
+        shape = read_model(model)  # says what is missing
+    cost = KVCost(shape, kv_format(kv_dtype, shape), Sharding(tp=tp, pp=pp, cp=cp))
+    fabrics = tuple(map(hardware.fabric, fabric_names)) or tuple(hardware.FABRICS.values())
+    answer = kv_report.describe(cost, tokens or (8192, 32768), hardware.gpu(gpu_name), block_size, fabrics)
+    if as_json:
+        print_json(answer)
+    else:
+        _print_kv(answer, gpu_name)
+
+
+def _print_kv(answer: KVAnswer, gpu_name: str) -> None:
+    click.echo(f"{answer.model}, KV in {answer.kv_dtype}: {answer.token_bytes:,} B a token on each rank")
+    for line in answer.formula:
+        click.echo(f"  {line}")
+    if answer.steady_token_bytes != answer.token_bytes:
+        click.echo(f"  logical: {answer.steady_token_bytes:,} B a token once the windows are full")
+    if answer.fixed_bytes:
+        click.echo(f"  plus {answer.fixed_bytes:,} B of constant state a sequence")
+    click.echo(f"  basis: {answer.basis}")
+    for note in answer.notes:
+        click.echo(f"  note: {note}")
+    for row in answer.prompts:
+        click.echo("")
+        prefill = "" if row.prefill_s is None else f"; prefill about {row.prefill_s * 1e3:,.0f} ms on {gpu_name}"
+        logical = "" if row.logical_bytes == row.rank_bytes else f" (logical {row.logical_bytes / 2**30:.3f})"
+        click.echo(
+            f"{row.prompt_tokens:,} tokens: {row.rank_bytes / 2**30:.3f} GiB a rank{logical}, "
+            f"{row.wire_bytes / 2**30:.3f} GiB to move{prefill}"
+        )
+        click.echo(f"  {'fabric':<10} {'floor':>10} {'expected':>10} {'at worst':>10}  verdict")
+        for each in row.fabrics:
+            times = "".join(f" {t * 1e3:>7,.1f} ms" for t in (each.floor_s, each.expected_s, each.worst_s))
+            click.echo(f"  {each.fabric:<10}{times}  {each.verdict}")
+
+
+PLAN_COMMANDS: tuple[click.Command, ...] = (kv_command,)

@@ -1,0 +1,629 @@
+"""What a model's config.json says about its cache: one ``LayerKV`` for each layer.
+
+Reads the field names of Hugging Face configs (and the older aliases). The rule that holds everything: a number comes
+from the file or from a rule its own model class documents; a field that looks as if it shaped the cache and that is
+not understood is an error that names it. Multimodal models are read from their text section only.
+
+Knows nothing about bytes, dtypes, sharding (kv_math) or weights (model_weights).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvbaton.types import LocalError
+
+Kind = Literal["full", "sliding", "chunked", "latent", "state", "reused", "none"]
+
+
+class LayerKV(msgspec.Struct, frozen=True):
+    """What one layer keeps for one sequence."""
+
+    kind: Kind
+    num_kv_heads: int = 0
+    key_dim: int = 0  # per head; for "latent" the whole latent plus its rotary part
+    value_dim: int = 0  # per head; 0 for "latent" and where the value equals the key
+    window: int | None = None  # tokens kept by "sliding" and "chunked"
+    recurrent_elements: int = 0  # constant state of one sequence, in the state dtype
+    conv_elements: int = 0  # constant state of one sequence, in the model dtype
+    state_bytes: int = 0  # constant state given in bytes
+    extra_token_bytes: int = 0  # bytes a token outside the KV dtype (sparse-attention indexer keys)
+
+    @property
+    def elements(self) -> int:
+        """Cached numbers of one token in this layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class ModelShape(msgspec.Struct, frozen=True):
+    """The cache side of a model."""
+
+    name: str
+    layers: tuple[LayerKV, ...]
+    num_heads: int
+    hidden_size: int
+    max_context: int | None
+    dtype: str  # of the checkpoint's activations; "auto" KV means this
+    kv_scheme: str | None  # a KV cache scheme the checkpoint declares
+    state_dtype: str
+    config: dict[str, Any]  # the section the numbers came from
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def count(self, *kinds: str) -> int:
+        return sum(layer.kind in kinds for layer in self.layers)
+
+
+ALIASES = {
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "num_key_value_heads": (
+        "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_query_groups",
+    ),
+    "head_dim": ("head_dim", "kv_channels", "attention_head_dim"),
+}  # fmt: skip
+# Model classes for which "no KV head count" means one per query head, and "no head_dim" means hidden / heads.
+MHA_BY_DEFINITION = frozenset(
+    [
+        "llama",
+        "gpt2",
+        "gptj",
+        "gpt_neox",
+        "gpt_neo",
+        "opt",
+        "bloom",
+        "phi",
+        "qwen",
+        "mpt",
+        "stablelm",
+        "baichuan",
+        "internlm",
+        "codegen",
+        "persimmon",
+    ]
+)
+# Their config classes default head_dim to a constant, so its absence is not hidden / heads.
+HEAD_DIM_IS_CONSTANT = frozenset(
+    [
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "gpt_oss",
+    ]
+)
+# Every layer slides when the field is set and no per-layer list is given.
+SLIDES_EVERYWHERE = frozenset(["mistral", "mixtral", "phi3", "phimoe", "starcoder2"])
+TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
+FULL = ("full_attention", "attention", "global", "*")
+STATE = ("linear_attention", "mamba", "recurrent", "conv", "M")
+# Names that look as if they shaped the cache and do not, or that other modules read.
+HARMLESS = frozenset(
+    [
+        "attention_bias",
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "attn_dropout",
+        "attn_pdrop",
+        "attn_logit_softcapping",
+        "attn_implementation",
+        "attention_softmax_in_fp32",
+        "attention_multiplier",
+        "attention_out_multiplier",
+        "attention_in_multiplier",
+        "attention_logit_cap",
+        "attn_temperature_tuning",
+        "attn_scale",
+        "attention_value_scale",
+        "attention_out_bias",
+        "attention_qkv_bias",
+        "attn_module_list",
+        "use_cache",
+        "cache_implementation",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "layer_norm",
+        "layernorm_epsilon",
+        "apply_layernorm_1p",
+        "initial_layer_norm",
+        "layerdrop",
+        "layer_idx",
+        "num_hidden_layers_pruned",
+        "query_pre_attn_scalar",
+        "add_cross_attention",
+        "cross_attention_hidden_size",
+        "use_flash_attn",
+        "flash_attn_version",
+        "share_embeddings",
+        "share_input_output_embed",
+        "expert_layer_period",
+        "expert_layer_offset",
+        "moe_layer_freq",
+        "interleave_moe_layer_step",
+        "mlp_only_layers",
+        "moe_layers",
+        "moe_layer_start_index",
+        "moe_layer_end_index",
+        "moe_layer_interval",
+        "first_k_dense_replace",
+        "decoder_sparse_step",
+        "n_shared_experts",
+        "num_shared_experts",
+        "shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_overlap",
+        "shared_intermediate_size",
+        "mlp_layer_types",
+        "q_lora_rank",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+        "mtp_layers_block_type",
+        "max_window_layers",
+        "vocab_size_per_layer_input",
+        "hidden_size_per_layer_input",
+        "mamba_conv_bias",
+        "mamba_proj_bias",
+        "mamba_chunk_size",
+        "mamba_hidden_act",
+        "mamba_dt_rank",
+        "mamba_rms_norm",
+        "mamba_norm_before_gate",
+        "use_mamba_kernels",
+        "use_conv_bias",
+        "conv_bias",
+        "head_dim_note",
+        "chunk_size",
+        "block_multiple_of",
+        "block_ffn_dim_multiplier",
+        "block_auto_adjust_ff_dim",
+        "block_dim",
+        "block_ff_dim",
+        "block_mlp_init_scale",
+        "block_norm_eps",
+        "block_out_dim",
+        "block_use_swiglu",
+        "block_use_xavier_init",
+        "linear_attn_alpha_factor",
+        "linear_attn_beta_factor",
+        "full_attn_alpha_factor",
+        "full_attn_beta_factor",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "use_layernorm",
+        "use_head_norm",
+        "attention_type",
+        "key_multiplier",
+        "qk_layernorm",
+        "use_qk_norm",
+        "num_head_channels",
+        "block_size",
+        "use_mla",
+        "mla_scale_q_lora",
+        "mla_scale_kv_lora",
+        "rope_head_dim",
+        "layer_scale",
+        "original_max_position_embeddings",
+        "lm_head_multiplier",
+        "tie_lm_head",
+        "head_bias",
+        "lm_head_bias",
+        "encoder_no_repeat_ngram_size",
+        "pad_head_dim_to_multiple_of",
+        "is_encoder_decoder",
+        "num_experts_shared",
+        "swa_rope_theta",
+        "linear_a_log_min",
+        "linear_a_log_max",
+        "linear_dt_min",
+        "linear_dt_max",
+        "linear_dt_init_floor",
+        "linear_allow_neg_eigval",
+        "index_topk",
+        "index_n_heads",
+        "kv_quant_note",
+        "residual_dropout",
+        "moe_num_shared_experts",
+        "share_expert_dim",
+        "shared_expert_combination_strategy",
+        "layer_rope_theta",
+        "ssm_multipliers",
+        "scale_attention_softmax_in_fp32",
+        "do_layer_norm_before",
+        "use_attention_gate",
+        "moe_layer_num",
+        "use_bidirectional_attention",
+        "resid_pdrop",
+        "state_dict",
+        "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx",
+        "reorder_and_upcast_attn",
+        "attn_factor",
+        "cache_dtype_note",
+        "use_sliding_window",
+        "output_attentions",
+        "output_hidden_states",
+        "chunk_size_feed_forward",
+        "cross_attention_layers_note",
+        "torchscript",
+        "pretraining_tp",
+        "num_attention_heads_note",
+    ]
+)
+SUSPECT = re.compile(
+    r"(^|_)(kv|head|heads|attn|attention|window|cache|state|mamba|ssm|conv|latent|layer|layers|recurrent|lru|linear|"
+    r"share|shared|cla|chunk|block|sparse|index|indexer|compress|sink|yoco|mla|swa)(_|$)|lora_rank|layernum"
+)
+
+
+class Fields:
+    """One config section. Remembers what was read, so that what was not can be named."""
+
+    def __init__(self, section: Mapping[str, Any], where: str) -> None:
+        self._section = section
+        self._where = where
+        self.read: set[str] = set()
+        self.notes: list[str] = []
+
+    def get(self, name: str, default: Any = None) -> Any:
+        aliases = ALIASES.get(name, (name,))
+        self.read.update(aliases)
+        found = [(alias, self._section[alias]) for alias in aliases if self._section.get(alias) is not None]
+        if any(value != found[0][1] for _, value in found):
+            text = ", ".join(f"{alias} = {value!r}" for alias, value in found)
+            raise LocalError(f"{self._where}: {text} contradict each other", field=f"{self._where}.{name}")
+        return found[0][1] if found else default
+
+    def need(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise LocalError(
+                f"{self._where} has no {name}", field=f"{self._where}.{name}", fix=f"add {name}; nothing is guessed"
+            )
+        return value
+
+    def need_int(self, name: str) -> int:
+        value = self.need(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.bad(name, value, "a positive whole number is needed")
+        return value
+
+    def bad(self, name: str, value: Any, fix: str) -> LocalError:
+        text = repr(value)
+        return LocalError(
+            f"{self._where}.{name} = {text[:60]} is not understood", field=f"{self._where}.{name}", fix=fix
+        )
+
+    def check_rest(self) -> None:
+        """Refuse set fields that look as if they shaped the cache and that nobody read."""
+        for name, value in self._section.items():
+            inert = value is None or value is False or value in (0, [], {}, "")
+            if inert or name in self.read or name in HARMLESS or not SUSPECT.search(name):
+                continue
+            raise self.bad(name, value, "this field may change the cache size; a model with it is not supported yet")
+
+
+def read_model(source: str | Path) -> ModelShape:
+    """A config.json, or a directory that holds one."""
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise LocalError(f"no such file {path}", field="MODEL", fix="give a config.json, its directory, or a preset")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise LocalError(f"{path} is not JSON: {error}", field="MODEL") from None
+    if not isinstance(config, dict):
+        raise LocalError(f"{path} holds no JSON object", field="MODEL")
+    return parse_config(config, name=str(config.get("_name_or_path") or path.parent.name or path))
+
+
+def parse_config(config: Mapping[str, Any], name: str = "config") -> ModelShape:
+    """The cache side of a Hugging Face style config."""
+    section, where = _text_section(config)
+    fields = Fields(section, where)
+    layers = _layers(fields)
+    for known in ("hidden_size", "num_attention_heads", "sliding_window_pattern", "_sliding_window_pattern"):
+        fields.get(known)
+    notes = list(fields.notes)
+    context = fields.get("max_position_embeddings") or fields.get("n_positions") or fields.get("seq_length")
+    dtype = str(section.get("dtype") or section.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+                or "bfloat16").removeprefix("torch.")  # fmt: skip
+    state_dtype = str(fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or "float32")
+    fields.check_rest()
+    return ModelShape(
+        name=name,
+        layers=layers,
+        num_heads=int(fields.get("num_attention_heads") or 0),
+        hidden_size=int(fields.get("hidden_size") or 0),
+        max_context=context,
+        dtype=dtype,
+        kv_scheme=_declared_scheme(section, config),
+        state_dtype=state_dtype,
+        config=dict(section),
+        notes=tuple(notes),
+    )
+
+
+def _text_section(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    for key in TEXT_SECTIONS:
+        inner = config.get(key)
+        if isinstance(inner, Mapping):
+            section, where = _text_section(inner)
+            return section, key if where == "config" else f"{key}.{where}"
+    return config, "config"
+
+
+def _declared_scheme(section: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """The KV scheme the checkpoint itself declares. Weight quantisation says nothing about the cache."""
+    for holder in (section, config):
+        quantization = holder.get("quantization_config")
+        if not isinstance(quantization, Mapping):
+            continue
+        scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
+        if scheme is None:
+            continue
+        if isinstance(scheme, str) and scheme.lower() in ("fp8", "fp8_e4m3"):
+            return "fp8"
+        if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 and scheme.get("type") == "float":
+            return "fp8"
+        raise LocalError(
+            f"kv_cache_scheme {scheme!r} is not understood",
+            field="quantization_config.kv_cache_scheme",
+            fix="name the KV dtype with --kv-dtype",
+        )
+    return None
+
+
+def _layers(fields: Fields) -> tuple[LayerKV, ...]:
+    kinds = _layer_kinds(fields)
+    attention = _attention_layer(fields) if any(kind in FULL + ("sliding", "chunked") for kind in kinds) else None
+    state = _state_layer(fields) if any(kind in STATE for kind in kinds) else None
+    layers: list[LayerKV] = []
+    for index, kind in enumerate(kinds):
+        if kind in STATE:
+            assert state is not None
+            layers.append(state)
+            continue
+        if kind == "none":
+            layers.append(LayerKV("none"))
+            continue
+        assert attention is not None
+        layers.append(_placed(fields, attention, kind, index))
+        if fields.get("mamba_d_ssm") is not None and state is None:  # attention and state space side by side
+            both = _state_layer(fields)
+            layers[-1] = msgspec.structs.replace(
+                layers[-1], recurrent_elements=both.recurrent_elements, conv_elements=both.conv_elements
+            )
+    return tuple(_shared(fields, layers))
+
+
+def _placed(fields: Fields, layer: LayerKV, kind: str, index: int) -> LayerKV:
+    """The attention layer at one place: windows, and global layers with their own head shape."""
+    override = _override(fields, index)
+    if override:
+        dim = override.get("head_dim", layer.key_dim)
+        heads = override.get("num_key_value_heads", layer.num_kv_heads)
+        layer = msgspec.structs.replace(layer, num_kv_heads=heads, key_dim=dim, value_dim=dim)
+    if kind == "sliding":
+        return msgspec.structs.replace(layer, kind="sliding", window=fields.need_int("sliding_window"))
+    if fields.get("block_types") is not None:  # RecurrentGemma: its attention layers are local
+        return msgspec.structs.replace(layer, kind="sliding", window=fields.need_int("attention_window_size"))
+    if kind == "chunked":
+        return msgspec.structs.replace(layer, kind="chunked", window=fields.need_int("attention_chunk_size"))
+    heads, dim = fields.get("num_global_key_value_heads"), fields.get("global_head_dim")
+    if heads or dim:
+        layer = msgspec.structs.replace(
+            layer, num_kv_heads=heads or layer.num_kv_heads, key_dim=dim or layer.key_dim,
+            value_dim=dim or layer.value_dim,
+        )  # fmt: skip
+    if fields.get("attention_k_eq_v"):
+        fields.notes.append("attention_k_eq_v: engines still store K and V of global layers (K after rotary)")
+    return layer
+
+
+def _override(fields: Fields, index: int) -> Mapping[str, int]:
+    """What ``per_layer_config`` says about one layer (Gemma 4 gives its global layers another head size there)."""
+    overrides = fields.get("per_layer_config") or {}
+    for key, value in overrides.items():
+        if int(key) == index:
+            if set(value) - {"head_dim", "num_key_value_heads"}:
+                raise fields.bad("per_layer_config", value, "only head_dim and num_key_value_heads are understood")
+            return value
+    return {}
+
+
+def _layer_kinds(fields: Fields) -> list[str]:
+    """For each layer: sliding, chunked, none, or a word of FULL or STATE."""
+    listed = _listed_kinds(fields)
+    if listed is not None:
+        return listed
+    num_layers = fields.need_int("num_hidden_layers")
+    period = fields.get("attn_layer_period")
+    if period is not None:
+        offset = fields.need("attn_layer_offset")
+        return ["attention" if index % period == offset else "mamba" for index in range(num_layers)]
+    indices = fields.get("attn_layer_indices", fields.get("full_attn_idxs"))
+    if indices is not None:
+        return ["attention" if index in indices else "mamba" for index in range(num_layers)]
+    interval = fields.get("full_attention_interval")
+    if interval is not None:
+        return ["attention" if (index + 1) % interval == 0 else "linear_attention" for index in range(num_layers)]
+    return _window_kinds(fields, num_layers)
+
+
+def _listed_kinds(fields: Fields) -> list[str] | None:
+    """Kinds from a list with an entry for each layer."""
+    for name in ("layer_types", "layers_block_type", "hybrid_override_pattern", "attn_type_list", "block_types"):
+        listed = fields.get(name)
+        if listed is None:
+            continue
+        num_layers = fields.get("num_hidden_layers", len(listed))
+        if name == "block_types":
+            listed = [listed[index % len(listed)] for index in range(num_layers)]
+        if len(listed) != num_layers:
+            raise fields.bad(name, listed, f"it has {len(listed)} entries for {num_layers} layers")
+        if name == "attn_type_list":
+            listed = ["full_attention" if entry == 1 else "linear_attention" for entry in listed]
+        return [_kind_of(fields, name, entry) for entry in listed]
+    return None
+
+
+def _kind_of(fields: Fields, name: str, entry: Any) -> str:
+    if entry in FULL or entry in STATE:
+        return str(entry)
+    if entry in ("sliding_attention", "sliding", "local", "L"):
+        return "sliding"
+    if entry == "chunked_attention":
+        return "chunked"
+    if entry in ("-", "mlp", "moe", "E"):
+        return "none"
+    if entry in ("indexed_attention", "deepseek_sparse_attention"):
+        return "attention"
+    raise fields.bad(name, entry, "known layer types: full, sliding, chunked, linear attention, mamba, conv, mlp, moe")
+
+
+def _window_kinds(fields: Fields, num_layers: int) -> list[str]:
+    """Kinds for models that say it by a window and a pattern."""
+    model_type = str(fields.get("model_type", ""))
+    chunk = fields.get("attention_chunk_size")
+    window = fields.get("sliding_window")
+    if chunk is not None and model_type.startswith("llama4"):
+        nope = fields.get("no_rope_layers") or [int((index + 1) % 4 != 0) for index in range(num_layers)]
+        return ["chunked" if nope[index] else "attention" for index in range(num_layers)]
+    if not window or fields.get("use_sliding_window") is False:
+        return ["attention"] * num_layers
+    pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern"))
+    if isinstance(pattern, str):
+        return ["sliding" if pattern[index % len(pattern)] == "L" else "attention" for index in range(num_layers)]
+    if isinstance(pattern, int):
+        return ["attention" if (index + 1) % pattern == 0 else "sliding" for index in range(num_layers)]
+    if model_type in ("gemma2", "gpt_oss"):
+        return ["attention" if (index + 1) % 2 == 0 else "sliding" for index in range(num_layers)]
+    if fields.get("use_sliding_window") is True and fields.get("max_window_layers") is not None:
+        first = fields.get("max_window_layers")
+        return ["sliding" if index >= first else "attention" for index in range(num_layers)]
+    if model_type in SLIDES_EVERYWHERE:
+        return ["sliding"] * num_layers
+    raise fields.bad("sliding_window", window, "say which layers slide with layer_types or sliding_window_pattern")
+
+
+def _attention_layer(fields: Fields) -> LayerKV:
+    rank = fields.get("kv_lora_rank")
+    if rank is not None:
+        for unused in ("num_key_value_heads", "qk_nope_head_dim", "v_head_dim", "qk_head_dim", "head_dim"):
+            fields.get(unused)
+        index_dim = fields.get("index_head_dim")
+        # Engines keep the indexer's key in 8 bits with one float32 scale for each 128 numbers.
+        extra = 0 if index_dim is None else index_dim + 4 * -(-index_dim // 128)
+        return LayerKV(
+            "latent", 1, key_dim=fields.need_int("kv_lora_rank") + fields.need_int("qk_rope_head_dim"),
+            extra_token_bytes=extra,
+        )  # fmt: skip
+    num_kv_heads = _num_kv_heads(fields)
+    head_dim = _head_dim(fields)
+    value_dim = fields.get("v_head_dim") or head_dim
+    return LayerKV("full", num_kv_heads, head_dim, value_dim)
+
+
+def _num_kv_heads(fields: Fields) -> int:
+    model_type = str(fields.get("model_type", ""))
+    fields.get("num_kv_heads")
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
+        return 1
+    fields.get("multi_query_attention")
+    attn_config = fields.get("attn_config")
+    if isinstance(attn_config, Mapping) and attn_config.get("kv_n_heads") is not None:
+        return int(attn_config["kv_n_heads"])
+    if fields.get("num_key_value_heads") is None and model_type in MHA_BY_DEFINITION:
+        fields.notes.append(f"num_key_value_heads absent: {model_type} then has one KV head for each query head")
+        return fields.need_int("num_attention_heads")
+    return fields.need_int("num_key_value_heads")
+
+
+def _head_dim(fields: Fields) -> int:
+    if fields.get("head_dim") is not None:
+        fields.get("num_attention_heads")
+        return fields.need_int("head_dim")
+    model_type = str(fields.get("model_type", ""))
+    if model_type in HEAD_DIM_IS_CONSTANT:
+        return fields.need_int("head_dim")
+    hidden, heads = fields.need_int("hidden_size"), fields.need_int("num_attention_heads")
+    if hidden % heads:
+        raise fields.bad("head_dim", None, f"hidden_size {hidden} is not a multiple of {heads} heads: state head_dim")
+    return hidden // heads
+
+
+def _state_layer(fields: Fields) -> LayerKV:
+    """Constant state of one linear-attention, state-space or convolution layer."""
+    given = fields.get("state_bytes_per_layer")
+    if given is not None:
+        return LayerKV("state", state_bytes=fields.need_int("state_bytes_per_layer"))
+    if fields.get("linear_num_value_heads") is not None:  # gated delta rule
+        key = fields.need_int("linear_num_key_heads") * fields.need_int("linear_key_head_dim")
+        value = fields.need_int("linear_num_value_heads") * fields.need_int("linear_value_head_dim")
+        kernel = fields.need_int("linear_conv_kernel_dim")
+        recurrent = value * fields.need_int("linear_key_head_dim")
+        return LayerKV("state", recurrent_elements=recurrent, conv_elements=(2 * key + value) * (kernel - 1))
+    if fields.get("linear_num_heads") is not None:  # Kimi delta attention
+        heads, dim = fields.need_int("linear_num_heads"), fields.need_int("linear_head_dim")
+        conv = 3 * heads * dim * (fields.need_int("linear_conv_kernel_dim") - 1)
+        return LayerKV("state", recurrent_elements=heads * dim * dim, conv_elements=conv)
+    if fields.get("conv_L_cache") is not None:  # short convolution
+        return LayerKV("state", conv_elements=fields.need_int("hidden_size") * fields.need_int("conv_L_cache"))
+    if fields.get("lru_width") is not None:
+        width = fields.need_int("lru_width")
+        return LayerKV("state", recurrent_elements=width, conv_elements=width * (fields.need_int("conv1d_width") - 1))
+    if fields.get("attn_type_list") is not None:  # lightning attention: one head_dim x head_dim state a head
+        heads, dim = fields.need_int("num_attention_heads"), fields.need_int("head_dim")
+        return LayerKV("state", recurrent_elements=heads * dim * dim)
+    return _mamba_layer(fields)
+
+
+def _mamba_layer(fields: Fields) -> LayerKV:
+    state = fields.get("mamba_d_state", fields.get("ssm_state_size"))
+    if state is None:
+        fields.need("mamba_d_state")
+    kernel = fields.get("mamba_d_conv", fields.get("conv_kernel"))
+    if kernel is None:
+        fields.need("mamba_d_conv")
+    expand = fields.get("mamba_expand", fields.get("expand"))
+    heads = fields.get("mamba_n_heads", fields.get("mamba_num_heads", fields.get("n_mamba_heads")))
+    head_dim = fields.get("mamba_d_head", fields.get("mamba_head_dim", fields.get("mamba_headdim")))
+    if heads is not None and isinstance(head_dim, int):
+        inner = heads * head_dim
+    elif fields.get("mamba_d_ssm") is not None:
+        inner = fields.need_int("mamba_d_ssm")
+    elif expand is not None:
+        inner = expand * fields.need_int("hidden_size")
+    else:
+        inner = fields.need_int("mamba_expand")
+    groups = fields.get("mamba_n_groups", fields.get("n_groups", fields.get("mamba_ngroups"))) if heads else 0
+    conv = (inner + 2 * (groups or 0) * state) * (kernel - 1)
+    return LayerKV("state", recurrent_elements=inner * state, conv_elements=conv)
+
+
+def _shared(fields: Fields, layers: list[LayerKV]) -> list[LayerKV]:
+    """Layers that read another layer's cache keep none of their own."""
+    count = fields.get("num_kv_shared_layers") or 0
+    first_shared = len(layers) - count
+    factor = fields.get("cla_share_factor") or 1
+    if not fields.get("use_cla"):
+        factor = 1
+    reused = LayerKV("reused")
+    return [reused if index >= first_shared or index % factor else layer for index, layer in enumerate(layers)]
