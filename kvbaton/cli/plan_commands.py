@@ -48,12 +48,11 @@ def print_json(answer: Any) -> None:
 @click.option("--pp", default=1, show_default=True, help="Pipeline stages.")
 @click.option("--cp", default=1, show_default=True, help="Context parallel ranks.")
 @click.option("--block-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens a block.")
-@click.option("--gpu", "gpu_name", default="H100-SXM", show_default=True, help="For the prefill time behind the words.")
-@click.option("--fabric", "fabric_names", multiple=True, help="Only these fabrics; repeat for more.")
+@click.option("--gpu", default="H100-SXM", show_default=True, help="For the prefill time behind the words.")
+@click.option("--fabric", multiple=True, help="Only these fabrics; repeat for more.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @refuses_bad_input
-def kv_command(model: str, tokens: tuple[int, ...], kv_dtype: str, tp: int, pp: int, cp: int, block_size: int,
-               gpu_name: str, fabric_names: tuple[str, ...], as_json: bool) -> None:  # fmt: skip
+def kv_command(model: str, **options: Any) -> None:
     """KV bytes per token and per prompt for MODEL, and the time to move them over each fabric.
 
     MODEL is a config.json, a directory with one, or a preset such as Llama-3.1-70B.
@@ -66,13 +65,15 @@ def kv_command(model: str, tokens: tuple[int, ...], kv_dtype: str, tp: int, pp: 
     shape = read_model(model) if Path(model).exists() else find_preset(model)
     if shape is None:
         shape = read_model(model)  # says what is missing
-    cost = KVCost(shape, kv_format(kv_dtype, shape), Sharding(tp=tp, pp=pp, cp=cp))
-    fabrics = tuple(map(hardware.fabric, fabric_names)) or tuple(hardware.FABRICS.values())
-    answer = kv_report.describe(cost, tokens or (8192, 32768), hardware.gpu(gpu_name), block_size, fabrics)
-    if as_json:
+    sharding = Sharding(tp=options["tp"], pp=options["pp"], cp=options["cp"])
+    cost = KVCost(shape, kv_format(options["kv_dtype"], shape), sharding)
+    fabrics = tuple(map(hardware.fabric, options["fabric"])) or tuple(hardware.FABRICS.values())
+    gpu = hardware.gpu(options["gpu"])
+    answer = kv_report.describe(cost, options["tokens"] or (8192, 32768), gpu, options["block_size"], fabrics)
+    if options["as_json"]:
         print_json(answer)
     else:
-        _print_kv(answer, gpu_name)
+        _print_kv(answer, gpu.name)
 
 
 def _print_kv(answer: KVAnswer, gpu_name: str) -> None:

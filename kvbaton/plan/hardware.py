@@ -32,9 +32,7 @@ GPUS = {
         Gpu("A100-80G", 312, None, 80, 2039, 300, "NVIDIA A100 80GB SXM datasheet (2021)"),
         Gpu("H100-SXM", 989, 1979, 80, 3350, 450, "NVIDIA H100 SXM datasheet, half of the sparse figures"),
         Gpu("H200-SXM", 989, 1979, 141, 4800, 450, "NVIDIA H200 SXM datasheet, half of the sparse figures"),
-        Gpu(
-            "B200", 2250, 4500, 180, 7700, 900, "NVIDIA HGX B200 (8 GPUs: 1.44 TB, 62 TB/s), half of the sparse figures"
-        ),
+        Gpu("B200", 2250, 4500, 180, 7700, 900, "NVIDIA HGX B200, an eighth of it, half of the sparse figures"),
         Gpu("L40S", 362, 733, 48, 864, 32, "NVIDIA L40S datasheet; GPUs meet over PCIe 4 x16"),
         Gpu("RTX-4090", 165, 330, 24, 1008, 32, "NVIDIA Ada GPU architecture paper, FP32 accumulate; PCIe 4 x16"),
         Gpu("RTX-PRO-6000", 503, 1007, 96, 1597, 64, "NVIDIA RTX PRO 6000 Blackwell Server Edition; PCIe 5 x16"),
