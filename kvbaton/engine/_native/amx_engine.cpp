@@ -1,0 +1,125 @@
+// The bfloat16 engine: AMX tiles for every product, AVX-512 for the rest, the residual stream in float32.
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "model.h"
+#include "threads.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#include <immintrin.h>
+#pragma GCC push_options
+#pragma GCC target( \
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,fma,f16c,amx-tile,amx-bf16,prefer-vector-width=512")
+
+#define KVB_AVX512 1
+#define KVB_AVX512_BF16 1
+
+namespace kvb {
+namespace amx {
+#include "vector_ops.h"
+
+// 2^x to about 4e-6, enough for what is rounded to bf16 next; exactly 1 at 0, exactly 0 far below.
+static inline v16 exp2_fast(v16 x) {
+  v16 n = (v16)_mm512_roundscale_ps((__m512)x, 8);
+  v16 f = x - n;
+  v16 p = splat(9.6784e-3f);
+  p = fma(p, f, splat(5.5898e-2f));
+  p = fma(p, f, splat(2.4022e-1f));
+  p = fma(p, f, splat(6.9313e-1f));
+  p = fma(p, f, splat(1.0f));
+  return (v16)_mm512_scalef_ps((__m512)p, (__m512)n);
+}
+
+#include "amx_product.h"
+#include "amx_attention.h"
+
+static constexpr int kRowBlock = 256;
+
+static void norm_rows(Model& model, const float* residual, const float* weight, const Packed& out, int first, int rows) {
+  int width = model.hidden_padded();
+  for (int row = 0; row < rows; row++) {
+    const float* x = residual + size_t(row) * width;
+    v16 factor = splat(rms_factor(x, width, model.config.hidden, model.config.eps));
+    for (int i = 0; i < width; i += 16)
+      store_bf16(out.at(first + row, i), load(x + i) * factor * load(weight + i));
+  }
+}
+
+// Where the bias of a product that adds to the residual goes in first, as the tiles start from it.
+static void add_bias(float* residual, int width, const Linear& linear, int rows) {
+  if (!linear.bias) return;
+  for (int row = 0; row < rows; row++)
+    for (int i = 0; i < width; i += 16)
+      store(residual + size_t(row) * width + i, load(residual + size_t(row) * width + i) + load(linear.bias + i));
+}
+
+static void pack_query_rows(const Config& c, const float* qkv, int stride, int rows, bf16_t* queries) {
+  int width = int(round_up(c.head_dim, 32));
+  for (int row = 0; row < rows; row++)
+    for (int head = 0; head < c.num_heads; head++)
+      for (int i = 0; i < c.head_dim; i += 16)
+        store_bf16(queries + (size_t(row) * c.num_heads + head) * width + i, load(qkv + size_t(row) * stride + head * c.head_dim + i));
+}
+
+static void run_layer(Model& model, const Step& step, int layer) {
+  const Config& c = model.config;
+  Layer& w = model.layers[layer];
+  int width = model.hidden_padded(), qkv_stride = w.qkv.panels * 32, head_width = int(round_up(c.head_dim, 32));
+  Packed normed{model.normed.as<bf16_t>(size_t(kRowBlock) * width), width / 32};
+  auto* qkv = model.qkv.as<float>(size_t(kRowBlock) * qkv_stride);
+  auto* queries = model.queries.as<bf16_t>(size_t(kRowBlock) * c.num_heads * head_width);
+  Packed attended{model.attended.as<bf16_t>(size_t(kRowBlock) * w.o.groups * 32), w.o.groups};
+  Packed gated{model.gated.as<bf16_t>(size_t(kRowBlock) * w.down.groups * 32), w.down.groups};
+  configure_tiles();
+  for (int begin = 0; begin < step.num_rows; begin += kRowBlock) {
+    int end = std::min(step.num_rows, begin + kRowBlock), rows = end - begin;
+    float* residual = static_cast<float*>(model.residual.data) + size_t(begin) * width;
+    Target add, store_qkv, silu;
+    add.data = residual;
+    add.stride = width;
+    store_qkv.data = qkv;
+    store_qkv.stride = store_qkv.columns = qkv_stride;
+    store_qkv.rows = kRowBlock;
+    silu.packed = gated;
+    norm_rows(model, residual, w.input_norm, normed, 0, rows);
+    product<Epilogue::kStore>(model, normed, rows, w.qkv, store_qkv);
+    finish_qkv(model, step, layer, begin, end, qkv, qkv_stride);
+    pack_query_rows(c, qkv, qkv_stride, rows, queries);
+    attend(model, step, layer, begin, end, queries, attended);
+    add_bias(residual, width, w.o, rows);
+    product<Epilogue::kAdd>(model, attended, rows, w.o, add);
+    norm_rows(model, residual, w.post_norm, normed, 0, rows);
+    product<Epilogue::kSilu>(model, normed, rows, w.gate_up, silu);
+    add_bias(residual, width, w.down, rows);
+    product<Epilogue::kAdd>(model, gated, rows, w.down, add);
+  }
+  _tile_release();
+}
+
+static void logits(Model& model, const Step& step) {
+  int width = model.hidden_padded(), rows = step.num_samples;
+  Packed normed{model.normed.as<bf16_t>(size_t(round_up(std::max(rows, kRowBlock), 16)) * width), width / 32};
+  const auto* residual = static_cast<const float*>(model.residual.data);
+  for (int i = 0; i < rows; i++)
+    norm_rows(model, residual + size_t(step.sample_rows[i]) * width, model.final_norm, normed, i, 1);
+  Target out;
+  out.data = step.logits;
+  out.stride = out.columns = model.config.vocab;
+  out.rows = rows;
+  configure_tiles();
+  product<Epilogue::kStore>(model, normed, rows, model.head, out);
+  _tile_release();
+}
+
+static const Engine kEngine = {run_layer, logits};
+}  // namespace amx
+const Engine* amx_engine() { return &amx::kEngine; }
+}  // namespace kvb
+#pragma GCC pop_options
+#else
+namespace kvb {
+const Engine* amx_engine() { return nullptr; }
+}  // namespace kvb
+#endif

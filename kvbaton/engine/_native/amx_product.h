@@ -1,0 +1,228 @@
+// Products on AMX tiles: activations as A, weight panels as B, float32 sums in C. Included inside a namespace by amx_engine.cpp.
+//
+// Activations are packed in tiles: tile (row / 16, k / 32) is 1 KiB, one row of it 32 bf16. Every output element is the sum
+// over k tiles from 0 upwards, started from bias or residual, whatever the number of rows: one row costs a whole tile, which
+// is free where reading the weights is the limit.
+
+typedef uint16_t bf16_t;
+
+// Our own wrappers, because the compiler's are macros that cannot take a template argument as a register number. Loads name no
+// memory, so that they may overlap; fence() stands wherever ordinary stores come before.
+template <int T> static inline void tile_load(const void* p, size_t stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(T));
+}
+template <int T> static inline void tile_store(void* p, size_t stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(T) : "memory");
+}
+template <int T> static inline void tile_zero() { __asm__ volatile("tilezero %%tmm%c0" : : "i"(T)); }
+template <int C, int A, int B> static inline void tile_product() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+static inline void fence() { __asm__ volatile("" : : : "memory"); }
+
+static void configure_tiles() {
+  static const struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  _tile_loadconfig(&config);
+}
+
+struct Packed {  // bf16 activations in tiles
+  bf16_t* data;
+  int k_tiles;
+  // The 16 columns from `col` (a multiple of 16) of a row.
+  bf16_t* at(int row, int col) const {
+    return data + (size_t(row / 16) * k_tiles + col / 32) * 512 + (row % 16) * 32 + col % 32;
+  }
+  const bf16_t* tile(int row_tile, int k_tile) const { return data + (size_t(row_tile) * k_tiles + k_tile) * 512; }
+};
+
+static inline void store_bf16(bf16_t* p, v16 v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
+
+// ---- weight panels ---------------------------------------------------------------------------------------------------
+
+static inline __m512 half_scales(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+
+struct ColumnPairs {  // one number per column, each twice: columns 0..7 and 8..15, in the order of a tile row
+  __m512 low, high;
+  explicit ColumnPairs(__m512 columns) {
+    const __m512i pick = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    low = _mm512_permutexvar_ps(pick, columns);
+    high = _mm512_permutexvar_ps(_mm512_add_epi32(pick, _mm512_set1_epi32(8)), columns);
+  }
+};
+
+static inline void store_row(bf16_t* to, __m512 low, __m512 high) {
+  _mm512_storeu_si512((void*)to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+static void unpack_int8(const uint8_t* panel, int groups, bf16_t* out) {
+  for (int group = 0; group < groups; group++, panel += kInt8GroupBytes) {
+    for (int tile = 0; tile < 2; tile++, out += 512) {
+      ColumnPairs scale(half_scales(panel + tile * 32));
+      const uint8_t* q = panel + 64 + tile * 512;
+#pragma GCC unroll 4
+      for (int row = 0; row < 16; row++, q += 32) {
+        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)q)));
+        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(q + 16))));
+        store_row(out + row * 32, _mm512_mul_ps(low, scale.low), _mm512_mul_ps(high, scale.high));
+      }
+    }
+  }
+}
+
+static void unpack_int4(const uint8_t* panel, int groups, bf16_t* out) {
+  const __m512 levels = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  for (int group = 0; group < groups; group++, panel += kInt4GroupBytes) {
+    for (int tile = 0; tile < 2; tile++, out += 512) {
+      ColumnPairs scale(half_scales(panel + tile * 32)), minimum(half_scales(panel + 64 + tile * 32));
+      const uint8_t* q = panel + 128 + tile * 256;
+      for (int part = 0; part < 4; part++) {
+        __m512i bits = _mm512_loadu_si512((const void*)(q + part * 64));
+#pragma GCC unroll 4
+        for (int row = 0; row < 4; row++) {
+          __m512 low = _mm512_permutexvar_ps(_mm512_srli_epi32(bits, row * 8), levels);  // uses the lowest 4 bits only
+          __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(bits, row * 8 + 4), levels);
+          store_row(out + (part * 4 + row) * 32, _mm512_fmadd_ps(low, scale.low, minimum.low),
+                    _mm512_fmadd_ps(high, scale.high, minimum.high));
+        }
+      }
+    }
+  }
+}
+
+static const bf16_t* bf16_panel(const Linear& linear, int index, Buffer& buffer) {
+  const uint8_t* panel = linear.panel(index);
+  if (linear.format == kBF16) return reinterpret_cast<const bf16_t*>(panel);
+  auto* out = buffer.as<bf16_t>(size_t(linear.groups) * 1024);
+  if (linear.format == kInt8) unpack_int8(panel, linear.groups, out);
+  if (linear.format == kInt4) unpack_int4(panel, linear.groups, out);
+  return out;
+}
+
+// ---- products --------------------------------------------------------------------------------------------------------
+
+enum class Epilogue { kStore, kAdd, kSilu };
+
+struct Target {
+  float* data = nullptr;  // kStore, kAdd: rows padded to 16 unless `rows` and `columns` clip
+  size_t stride = 0;
+  int rows = 0, columns = 0;  // that exist; a store never passes them
+  Packed packed = {};         // kSilu
+  const float* bias = nullptr;
+};
+
+// Fetches the next panel while this one is used: `lines` per k step, so that it is all there in time.
+struct Prefetch {
+  const char* next;
+  int lines;
+  inline void step() {
+    for (int i = 0; i < lines; i++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+  }
+};
+
+static void silu_tile(const float* gate, const float* up, const Target& out, int row, int panel) {
+  bf16_t* to = out.packed.at(row, panel * 16);
+#pragma GCC unroll 4
+  for (int r = 0; r < 16; r++) {
+    v16 g = load(gate + r * 16), u = load(up + r * 16);
+    v16 e = exp2_fast(vmax(g * -1.44269504f, splat(-120.0f)));
+    e = (v16)_mm512_min_ps((__m512)e, _mm512_set1_ps(0x1p120f));
+    v16 d = e + 1.0f;
+    v16 reciprocal = (v16)_mm512_rcp14_ps((__m512)d);
+    reciprocal = reciprocal * fma(-d, reciprocal, splat(2.0f));
+    store_bf16(to + r * 32, g * u * reciprocal);
+  }
+}
+
+static void clipped_store(const float* tile, const Target& out, int row, int col) {
+  for (int r = 0; r < 16 && row + r < out.rows; r++)
+    for (int c = 0; c < 16 && col + c < out.columns; c++) out.data[(row + r) * out.stride + col + c] = tile[r * 16 + c];
+}
+
+// Where the tile pair (row tile, panel) starts and ends. C tiles C0 and C1 are template arguments because the instructions
+// name their registers.
+template <int C0, int C1, Epilogue E>
+static inline void start_pair(const Target& out, int row, int panel, const float* bias_tile) {
+  if (E == Epilogue::kAdd) {
+    tile_load<C0>(out.data + row * out.stride + panel * 32, out.stride * 4);
+    tile_load<C1>(out.data + row * out.stride + panel * 32 + 16, out.stride * 4);
+  } else if (out.bias) {
+    tile_load<C0>(bias_tile, 0);
+    tile_load<C1>(bias_tile + 16, 0);
+  } else {
+    tile_zero<C0>();
+    tile_zero<C1>();
+  }
+}
+
+template <int C0, int C1, Epilogue E>
+static inline void end_pair(const Target& out, int row, int panel) {
+  if (E == Epilogue::kSilu) {
+    alignas(64) float tiles[512];
+    tile_store<C0>(tiles, 64);
+    tile_store<C1>(tiles + 256, 64);
+    silu_tile(tiles, tiles + 256, out, row, panel);
+  } else if (E == Epilogue::kAdd || (row + 16 <= out.rows && panel * 32 + 32 <= out.columns)) {
+    tile_store<C0>(out.data + row * out.stride + panel * 32, out.stride * 4);
+    tile_store<C1>(out.data + row * out.stride + panel * 32 + 16, out.stride * 4);
+  } else {
+    alignas(64) float tiles[512];
+    tile_store<C0>(tiles, 64);
+    tile_store<C1>(tiles + 256, 64);
+    clipped_store(tiles, out, row, panel * 32);
+    clipped_store(tiles + 256, out, row, panel * 32 + 16);
+  }
+}
+
+template <Epilogue E>
+static void tiles_times_panel(const Packed& x, int row_tiles, const bf16_t* w, const Target& out, int panel, Prefetch ahead) {
+  int k_tiles = x.k_tiles, tile = 0;
+  const float* bias = out.bias ? out.bias + panel * 32 : nullptr;
+  fence();
+  for (; tile + 2 <= row_tiles; tile += 2) {
+    const bf16_t *a0 = x.tile(tile, 0), *a1 = x.tile(tile + 1, 0), *b = w;
+    start_pair<0, 1, E>(out, tile * 16, panel, bias);
+    start_pair<2, 3, E>(out, tile * 16 + 16, panel, bias);
+    for (int k = 0; k < k_tiles; k++, a0 += 512, a1 += 512, b += 1024) {
+      ahead.step();
+      tile_load<6>(b, 64);
+      tile_load<4>(a0, 64);
+      tile_product<0, 4, 6>();
+      tile_load<7>(b + 512, 64);
+      tile_product<1, 4, 7>();
+      tile_load<5>(a1, 64);
+      tile_product<2, 5, 6>();
+      tile_product<3, 5, 7>();
+    }
+    end_pair<0, 1, E>(out, tile * 16, panel);
+    end_pair<2, 3, E>(out, tile * 16 + 16, panel);
+  }
+  if (tile < row_tiles) {
+    const bf16_t *a = x.tile(tile, 0), *b = w;
+    start_pair<0, 1, E>(out, tile * 16, panel, bias);
+    for (int k = 0; k < k_tiles; k++, a += 512, b += 1024) {
+      ahead.step();
+      tile_load<4>(a, 64);
+      tile_load<6>(b, 64);
+      tile_product<0, 4, 6>();
+      tile_load<7>(b + 512, 64);
+      tile_product<1, 4, 7>();
+    }
+    end_pair<0, 1, E>(out, tile * 16, panel);
+  }
+}
+
+template <Epilogue E>
+static void product(Model& model, const Packed& x, int rows, const Linear& linear, Target out) {
+  int row_tiles = int(round_up(rows, 16) / 16);
+  out.bias = linear.bias;
+  int steps = (row_tiles + 1) / 2 * linear.groups, lines = int(linear.panel_bytes / 64 + steps - 1) / steps;
+  model.pool->run(linear.panels, [&](int panel, int thread) {
+    if (thread) configure_tiles();
+    Prefetch ahead{reinterpret_cast<const char*>(linear.panel(std::min(panel + 1, linear.panels - 1))), lines};
+    tiles_times_panel<E>(x, row_tiles, bf16_panel(linear, panel, model.scratch[thread].panel), out, panel, ahead);
+  });
+}

@@ -1,0 +1,30 @@
+// The float32 engine with AVX-512.
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "model.h"
+#include "threads.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#include <immintrin.h>
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+
+#define KVB_AVX512 1
+#define KVB_AVX512_BF16 0
+
+namespace kvb {
+namespace avx512 {
+#include "vector_ops.h"
+#include "vector_engine.h"
+}  // namespace avx512
+const Engine* avx512_engine() { return &avx512::kEngine; }
+}  // namespace kvb
+#pragma GCC pop_options
+#else
+namespace kvb {
+const Engine* avx512_engine() { return nullptr; }
+}  // namespace kvb
+#endif

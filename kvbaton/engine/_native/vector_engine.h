@@ -1,0 +1,254 @@
+// The float32 engine: any weight format, any KV type, activations and sums in float32. Included inside a namespace of its own
+// (see vector_ops.h). Every sum over k runs from 0 upwards in one accumulator per output, whatever the number of rows.
+
+static constexpr int kKeyTile = 32;
+static constexpr int kRowBlock = 256;
+
+// Unpacks one panel to float [k padded][32]; a float panel is returned as it is.
+static const float* float_panel(const Linear& linear, int index, Buffer& buffer) {
+  const uint8_t* panel = linear.panel(index);
+  if (linear.format == kF32) return reinterpret_cast<const float*>(panel);
+  auto* out = buffer.as<float>(size_t(linear.groups) * kGroup * kPanelCols);
+  for (int group = 0; group < linear.groups; group++) {
+    for (int k = 0; k < kGroup; k++) {
+      float* to = out + (size_t(group) * kGroup + k) * kPanelCols;
+      for (int col = 0; col < kPanelCols; col++) {
+        size_t element = size_t(col / 16) * 512 + size_t(k / 2) * 32 + (col % 16) * 2 + k % 2;
+        if (linear.format == kBF16) {
+          to[col] = bf16_to_float(reinterpret_cast<const uint16_t*>(panel)[size_t(group) * 1024 + element]);
+          continue;
+        }
+        const uint8_t* from = panel + group * (linear.format == kInt8 ? kInt8GroupBytes : kInt4GroupBytes);
+        float scale = half_to_float(reinterpret_cast<const uint16_t*>(from)[col]);
+        if (linear.format == kInt8) {
+          to[col] = scale * float(int8_t(from[64 + element]));
+        } else {
+          size_t byte;
+          int shift;
+          int4_position(k, col % 16, &byte, &shift);
+          float minimum = half_to_float(reinterpret_cast<const uint16_t*>(from)[32 + col]);
+          to[col] = scale * float((from[128 + (col / 16) * 256 + byte] >> shift) & 15) + minimum;
+        }
+      }
+    }
+  }
+  return out;
+}
+
+enum class Epilogue { kStore, kAdd, kSilu };
+
+struct Output {
+  float* data;
+  size_t stride;
+  const float* bias;
+  int columns;  // columns that exist; a store never passes them
+};
+
+template <Epilogue E>
+static inline void finish(v16 first, v16 second, const Output& out, int row, int panel) {
+  if (out.bias) {
+    first += load(out.bias + panel * 32);
+    second += load(out.bias + panel * 32 + 16);
+  }
+  if (E == Epilogue::kSilu) {
+    store(out.data + row * out.stride + panel * 16, silu_times(first, second));
+    return;
+  }
+  float* to = out.data + row * out.stride + panel * 32;
+  if (E == Epilogue::kAdd) {
+    store(to, load(to) + first);
+    store(to + 16, load(to + 16) + second);
+  } else if (panel * 32 + 32 <= out.columns) {
+    store(to, first);
+    store(to + 16, second);
+  } else {
+    float both[32];
+    store(both, first);
+    store(both + 16, second);
+    for (int i = 0; panel * 32 + i < out.columns; i++) to[i] = both[i];
+  }
+}
+
+template <int ROWS, Epilogue E>
+static void rows_times_panel(const float* x, size_t stride, int k_size, const float* w, const Output& out, int row, int panel) {
+  v16 acc[ROWS][2] = {};
+  for (int k = 0; k < k_size; k++) {
+    v16 first = load(w + size_t(k) * 32), second = load(w + size_t(k) * 32 + 16);
+    for (int r = 0; r < ROWS; r++) {
+      v16 a = splat(x[r * stride + k]);
+      acc[r][0] = fma(a, first, acc[r][0]);
+      acc[r][1] = fma(a, second, acc[r][1]);
+    }
+  }
+  for (int r = 0; r < ROWS; r++) finish<E>(acc[r][0], acc[r][1], out, row + r, panel);
+}
+
+template <Epilogue E>
+static void product(Model& model, const float* x, size_t stride, int rows, const Linear& linear, Output out) {
+  int k_size = linear.groups * kGroup;
+  out.bias = linear.bias;
+  model.pool->run(linear.panels, [&](int panel, int thread) {
+    const float* w = float_panel(linear, panel, model.scratch[thread].panel);
+    int row = 0;
+    for (; row + 8 <= rows; row += 8) rows_times_panel<8, E>(x + row * stride, stride, k_size, w, out, row, panel);
+    for (; row + 4 <= rows; row += 4) rows_times_panel<4, E>(x + row * stride, stride, k_size, w, out, row, panel);
+    for (; row < rows; row++) rows_times_panel<1, E>(x + row * stride, stride, k_size, w, out, row, panel);
+  });
+}
+
+static void norm_rows(Model& model, const float* residual, const float* weight, float* out, int rows) {
+  int width = model.hidden_padded();
+  for (int row = 0; row < rows; row++) {
+    const float* x = residual + size_t(row) * width;
+    v16 factor = splat(rms_factor(x, width, model.config.hidden, model.config.eps));
+    for (int i = 0; i < width; i += 16) store(out + size_t(row) * width + i, load(x + i) * factor * load(weight + i));
+  }
+}
+
+// Sixteen lanes are (row, head) pairs that share a KV head. Keys are walked in tiles that start at multiples of kKeyTile
+// whatever the chunk or block; a tile that lies behind a lane's position multiplies its state by exactly 1 and adds 0.
+struct LaneGroup {
+  int position[16];
+  const float* query[16];
+  float* out[16];
+  int count, last;
+};
+
+static void stage_keys(Model& model, const Step& step, int layer, int seq, int kv_head, int start, int limit, float* keys,
+                       float* values) {
+  const Config& c = model.config;
+  size_t itemsize = model.kv_itemsize();
+  for (int t = 0; t < kKeyTile; t++) {
+    float *key = keys + t * c.head_dim, *value = values + t * c.head_dim;
+    if (start + t >= limit) {
+      std::memset(key, 0, size_t(c.head_dim) * 4);
+      std::memset(value, 0, size_t(c.head_dim) * 4);
+      continue;
+    }
+    const uint8_t* key_slot = model.kv_slot(step, layer, seq, start + t, 0, kv_head);
+    const uint8_t* value_slot = model.kv_slot(step, layer, seq, start + t, 1, kv_head);
+    for (int i = 0; i < c.head_dim; i += 16) {
+      store(key + i, load_kv(key_slot + i * itemsize, c.kv_type));
+      store(value + i, load_kv(value_slot + i * itemsize, c.kv_type));
+    }
+  }
+}
+
+static void attend_tile(const Config& c, const LaneGroup& lanes, int window, int start, const float* keys, const float* values,
+                        const v16* q, v16* out, v16& largest, v16& total) {
+  int hd = c.head_dim;
+  v16 score[kKeyTile];
+  for (int t = 0; t < kKeyTile; t += 8) {
+    v16 acc[8] = {};
+    for (int i = 0; i < hd; i++)
+      for (int u = 0; u < 8; u++) acc[u] = fma(splat(keys[(t + u) * hd + i]), q[i], acc[u]);
+    for (int u = 0; u < 8; u++) score[t + u] = acc[u];
+  }
+  i16 position;
+  std::memcpy(&position, lanes.position, 64);
+  v16 scale = splat(c.attention_scale * 1.44269504f), peak = largest;
+  for (int t = 0; t < kKeyTile; t++) {
+    i16 visible = position >= start + t;
+    if (window) visible &= position - window < start + t;
+    score[t] = visible ? score[t] * scale : splat(-__builtin_inff());
+    peak = vmax(peak, score[t]);
+  }
+  v16 correction = exp2v(largest - peak);
+  largest = peak;
+  v16 added = {};
+  for (int t = 0; t < kKeyTile; t++) {
+    score[t] = exp2v(score[t] - peak);
+    added += score[t];
+  }
+  total = fma(total, correction, added);
+  for (int i = 0; i < hd; i += 8) {
+    v16 acc[8];
+    for (int u = 0; u < 8; u++) acc[u] = out[i + u] * correction;
+    for (int t = 0; t < kKeyTile; t++)
+      for (int u = 0; u < 8; u++) acc[u] = fma(splat(values[t * hd + i + u]), score[t], acc[u]);
+    for (int u = 0; u < 8; u++) out[i + u] = acc[u];
+  }
+}
+
+static void attend_lanes(Model& model, const Step& step, int layer, int seq, int kv_head, const LaneGroup& lanes, int limit,
+                         ThreadScratch& scratch) {
+  const Config& c = model.config;
+  int hd = c.head_dim, window = model.layers[layer].window, first = lanes.position[0];
+  auto* keys = scratch.keys.as<float>(size_t(kKeyTile) * hd);
+  auto* values = scratch.values.as<float>(size_t(kKeyTile) * hd);
+  auto* q = scratch.lanes.as<v16>(size_t(hd) * 2);
+  v16* out = q + hd;
+  for (int i = 0; i < hd; i++) {
+    out[i] = v16{};
+    for (int lane = 0; lane < 16; lane++) q[i][lane] = lane < lanes.count ? lanes.query[lane][i] : 0.0f;
+  }
+  v16 largest = splat(-1e30f), total = {};
+  int start = window && first >= window ? (first - window + 1) / kKeyTile * kKeyTile : 0;
+  for (; start <= lanes.last; start += kKeyTile) {
+    stage_keys(model, step, layer, seq, kv_head, start, limit, keys, values);
+    attend_tile(c, lanes, window, start, keys, values, q, out, largest, total);
+  }
+  for (int lane = 0; lane < lanes.count; lane++)
+    for (int i = 0; i < hd; i++) lanes.out[lane][i] = out[i][lane] / total[lane];
+}
+
+static void attend(Model& model, const Step& step, int layer, int begin, int end, const float* qkv, int qkv_stride, float* out,
+                   int out_stride) {
+  const Config& c = model.config;
+  auto segments = segments_of(step, begin, end);
+  int group = model.group_heads(), hd = c.head_dim;
+  model.pool->run(int(segments.size()) * c.num_kv_heads, [&](int task, int thread) {
+    const Segment& s = segments[task / c.num_kv_heads];
+    int kv_head = task % c.num_kv_heads, pairs = (s.end - s.begin) * group;
+    int limit = step.positions[s.end - 1] + 1;
+    for (int base = 0; base < pairs; base += 16) {
+      LaneGroup lanes;
+      lanes.count = std::min(16, pairs - base);
+      for (int lane = 0; lane < 16; lane++) {
+        int pair = base + std::min(lane, lanes.count - 1), row = s.begin + pair / group;
+        int head = kv_head * group + pair % group;
+        lanes.position[lane] = step.positions[row];
+        lanes.query[lane] = qkv + size_t(row - begin) * qkv_stride + head * hd;
+        lanes.out[lane] = out + size_t(row - begin) * out_stride + head * hd;
+      }
+      lanes.last = lanes.position[15];
+      attend_lanes(model, step, layer, s.seq, kv_head, lanes, limit, model.scratch[thread]);
+    }
+  });
+}
+
+static void run_layer(Model& model, const Step& step, int layer) {
+  const Config& c = model.config;
+  Layer& w = model.layers[layer];
+  int width = model.hidden_padded();
+  int qkv_stride = w.qkv.panels * 32, out_stride = w.o.groups * kGroup, act_stride = w.down.groups * kGroup;
+  auto* normed = model.normed.as<float>(size_t(kRowBlock) * width);
+  auto* qkv = model.qkv.as<float>(size_t(kRowBlock) * qkv_stride);
+  auto* attended = model.attended.as<float>(size_t(kRowBlock) * out_stride);
+  auto* gated = model.gated.as<float>(size_t(kRowBlock) * act_stride);
+  for (int begin = 0; begin < step.num_rows; begin += kRowBlock) {
+    int end = std::min(step.num_rows, begin + kRowBlock), rows = end - begin;
+    float* residual = static_cast<float*>(model.residual.data) + size_t(begin) * width;
+    norm_rows(model, residual, w.input_norm, normed, rows);
+    product<Epilogue::kStore>(model, normed, width, rows, w.qkv, {qkv, size_t(qkv_stride), nullptr, qkv_stride});
+    finish_qkv(model, step, layer, begin, end, qkv, qkv_stride);
+    attend(model, step, layer, begin, end, qkv, qkv_stride, attended, out_stride);
+    product<Epilogue::kAdd>(model, attended, out_stride, rows, w.o, {residual, size_t(width), nullptr, width});
+    norm_rows(model, residual, w.post_norm, normed, rows);
+    product<Epilogue::kSilu>(model, normed, width, rows, w.gate_up, {gated, size_t(act_stride), nullptr, act_stride});
+    product<Epilogue::kAdd>(model, gated, act_stride, rows, w.down, {residual, size_t(width), nullptr, width});
+  }
+  (void)c;
+}
+
+static void logits(Model& model, const Step& step) {
+  int width = model.hidden_padded(), rows = step.num_samples;
+  auto* normed = model.normed.as<float>(size_t(std::max(rows, kRowBlock)) * width);
+  const auto* residual = static_cast<const float*>(model.residual.data);
+  for (int i = 0; i < rows; i++)
+    norm_rows(model, residual + size_t(step.sample_rows[i]) * width, model.final_norm, normed + size_t(i) * width, 1);
+  product<Epilogue::kStore>(model, normed, width, rows, model.head,
+                            {step.logits, size_t(model.config.vocab), nullptr, model.config.vocab});
+}
+
+static const Engine kEngine = {run_layer, logits};
