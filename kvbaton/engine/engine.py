@@ -31,14 +31,6 @@ from kvbaton.types import CapacityError, GenerateRequest, KvbatonError, LocalErr
 
 log = logging.getLogger(__name__)
 
-Deliver = Callable[[list[tuple[Sink, Event]]], None]
-
-
-def deliver_now(batch: list[tuple[Sink, Event]]) -> None:
-    """Call every sink at once, on the engine thread."""
-    for sink, event in batch:
-        sink(event)
-
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -80,14 +72,11 @@ class _Stop:
 class Engine:
     """Runs ``model`` over ``pool``. Call ``start`` once, ``stop`` once."""
 
-    def __init__(
-        self, model: Model, pool: KVPool, config: EngineConfig, clock: Clock, deliver: Deliver = deliver_now
-    ) -> None:
+    def __init__(self, model: Model, pool: KVPool, config: EngineConfig, clock: Clock) -> None:
         self.model = model
         self.pool = pool
         self.config = config
         self._clock = clock
-        self._deliver = deliver
         self._blocks = BlockManager(
             pool.num_blocks,
             pool.layout.block_size,
@@ -136,7 +125,7 @@ class Engine:
         self._commands.put(lambda: self._add(request, sink, "prefill_only"))
 
     def reserve(self, request: GenerateRequest, sink: Sink) -> Future[Reservation]:
-        """Take blocks for a prompt whose KV will be written by a hand-off. Fails with CapacityError when there is no room."""
+        """Take blocks for a prompt whose KV a hand-off will write. CapacityError when there is no room."""
         future: Future[Reservation] = Future()
         self._commands.put(lambda: self._reserve(request, sink, future))
         return future
@@ -247,7 +236,8 @@ class Engine:
     def _flush(self) -> None:
         if self._outbox:
             batch, self._outbox = self._outbox, []
-            self._deliver(batch)
+            for sink, event in batch:
+                sink(event)
 
     def _add(self, request: GenerateRequest, sink: Sink, mode: Mode) -> None:
         try:
@@ -390,9 +380,7 @@ class Engine:
     def _layer_hook(self, plan: StepPlan) -> Callable[[int], None] | None:
         """Progress for readers after each layer; None when nobody in this step has one."""
         offered: list[tuple[StepItem, Sink]] = [
-            (item, self._active[item.seq.request_id].sink)
-            for item in plan.items
-            if item.seq.mode == "prefill_only"
+            (item, self._active[item.seq.request_id].sink) for item in plan.items if item.seq.mode == "prefill_only"
         ]
         if not offered:
             return None

@@ -115,10 +115,10 @@ def _make_model(options: LoadOptions, config: ModelConfig, weights: dict, layout
 
         reason = native.available()
         if reason is None:
-            model = native.NativeModel(
+            kernels = native.NativeModel(
                 config, weights, layout, dtype=options.dtype, weights=options.weights, num_threads=options.num_threads
             )
-            return model, f"native {options.dtype}, weights {options.weights}", "cpu"
+            return kernels, f"native {options.dtype}, weights {options.weights}", "cpu"
     if options.backend == "native":
         raise LocalError(f"the native kernels cannot run: {reason}", field="backend", fix="use auto or torch")
     if options.weights != "native":
@@ -133,4 +133,5 @@ def _make_model(options: LoadOptions, config: ModelConfig, weights: dict, layout
     device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if reason is not None and device == "cpu":
         log.warning("plain torch runs the model: %s", reason)
-    return TorchModel(config, weights, layout, dtype=options.dtype, device=device), f"torch {options.dtype} on {device}", device
+    model = TorchModel(config, weights, layout, dtype=options.dtype, device=device)
+    return model, f"torch {options.dtype} on {device}", device

@@ -1,0 +1,337 @@
+"""The joint: one worker process's engine and its side of the hand-off.
+
+The engine knows nothing of peers, the transfer knows nothing of models; this module is the only one that knows both.
+A prefill worker serves hand-offs (``HandoffServer``), a decode worker pulls them (``HandoffClient``), a ``both`` worker
+does either. Invariant: leaving ``generate`` by any way, an error and a cancellation included, frees everything the
+request held here and tells the peer. Knows nothing about HTTP or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvbaton.clock import Clock, MonotonicClock
+from kvbaton.engine.engine import Engine, EngineConfig
+from kvbaton.engine.events import Event, Failed, Progress, Scheduled, Token
+from kvbaton.engine.loader import LoadedModel, LoadOptions, load
+from kvbaton.transfer.client import Completed, FirstToken, HandoffClient
+from kvbaton.transfer.identity import host_identity
+from kvbaton.transfer.lending import PrefillSink
+from kvbaton.transfer.options import HandoffOptions
+from kvbaton.transfer.server import HandoffServer
+from kvbaton.transfer.wire import Identity
+from kvbaton.types import CapacityError, GenerateRequest, LocalError, Role, TokenOutput
+from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    role: Role = "both"
+    host: str = "127.0.0.1"
+    kv_port: int = 0  # 0: any free port
+    handoff: HandoffOptions = field(default_factory=HandoffOptions)
+
+
+class _Bridge:
+    """From the engine thread to the event loop: one wake-up however many events are under way."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._pending: list[tuple[_Mailbox, Event]] = []
+
+    def post(self, mailbox: _Mailbox, event: Event) -> None:
+        with self._lock:
+            self._pending.append((mailbox, event))
+            if len(self._pending) > 1:
+                return  # the loop is on its way
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop is closed, and with it everybody who could listen
+            log.debug("an event came after the end of the loop")
+
+    def _deliver(self) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, []
+        for mailbox, event in pending:
+            mailbox.put(event)
+
+
+class _Mailbox:
+    """Events of one request, in order, for one coroutine."""
+
+    def __init__(self, bridge: _Bridge) -> None:
+        self._bridge = bridge
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+
+    def sink(self, event: Event) -> None:
+        """Called on the engine thread."""
+        self._bridge.post(self, event)
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        self._arrived.set()
+
+    async def get(self) -> Event:
+        """The next event; a failure is raised. The caller bounds the wait."""
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        event = self._events.popleft()
+        if isinstance(event, Failed):
+            raise event.error
+        return event
+
+
+class _Backend:
+    """The engine as the hand-off server sees it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def start(self, request: GenerateRequest, have_tokens: int, sink: PrefillSink) -> None:
+        num_tokens = len(request.prompt_token_ids)
+
+        def forward(event: Event) -> None:  # on the engine thread
+            match event:
+                case Scheduled():
+                    sink.on_offer(event.block_ids, num_tokens, event.num_cached_tokens)
+                case Progress():
+                    sink.on_progress(event.tokens_ready, event.layers_ready)
+                case Token():
+                    sink.on_first(event.output)
+                case Failed():
+                    sink.on_error(event.error)
+
+        self._engine.prefill(request, forward)
+
+    def release(self, request_id: str) -> None:
+        self._engine.release(request_id)
+
+    def abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    def renew(self, request_id: str, lease_s: float) -> Awaitable[bool]:
+        return asyncio.wrap_future(self._engine.renew(request_id, lease_s))
+
+
+class NativeWorker:
+    """Load in the constructor (slow), then ``await start()`` ... ``await stop()``. Implements ``protocol.Worker``."""
+
+    def __init__(
+        self, load_options: LoadOptions, config: EngineConfig, options: WorkerOptions, clock: Clock | None = None
+    ) -> None:
+        if options.handoff.lease_s != config.lease_s:
+            raise LocalError(
+                "the engine's lease and the hand-off's lease differ", field="lease_s", fix="set both alike"
+            )
+        self.options = options
+        self.role: Role = options.role
+        self.incarnation = secrets.token_hex(8)
+        lends = options.role != "decode"
+        named = lends and options.handoff.transport != "tcp"
+        self.loaded: LoadedModel = load(load_options, self.incarnation, shared=named)
+        self.model_id = self.loaded.model_id
+        self.tokenizer = self.loaded.tokenizer
+        self.max_context = min(self.loaded.max_context, config.scheduler.max_context)
+        self.fingerprint = self.loaded.fingerprint
+        self.layout = self.loaded.pool.layout
+        self.kv_port = 0
+        self.engine = Engine(self.loaded.model, self.loaded.pool, config, clock or MonotonicClock())
+        self._bridge: _Bridge | None = None
+        self._server: HandoffServer | None = None
+        self._client: HandoffClient | None = None
+
+    @property
+    def identity(self) -> Identity:
+        pool = self.loaded.pool.shared
+        return Identity(
+            incarnation=self.incarnation,
+            host=host_identity(),
+            shm_name=pool.name,
+            layout=pool.layout,
+            num_blocks=pool.num_blocks,
+            fingerprint=self.fingerprint,
+        )
+
+    async def start(self) -> None:
+        self._bridge = _Bridge(asyncio.get_running_loop())
+        self.engine.start()
+        pool, options = self.loaded.pool.shared, self.options
+        if self.role != "decode":
+            self._server = HandoffServer(self.identity, pool, _Backend(self.engine), options.handoff)
+            self.kv_port = await self._server.start(options.host, options.kv_port)
+        if self.role != "prefill":
+            self._client = HandoffClient(self.identity, pool, options.handoff)
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Let peers finish reading what they were offered. True if nobody had to be dropped."""
+        return await self._server.stop(drain_s=deadline_s) if self._server is not None else True
+
+    async def stop(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._server is not None:
+            await self._server.stop()
+        await asyncio.to_thread(self.engine.stop)
+        self.loaded.pool.shared.unlink()
+        self.loaded.pool.close()
+
+    def generate(
+        self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
+    ) -> AsyncIterator[WorkerEvent]:
+        """See ``protocol.Worker.generate``. Close the iterator (``aclose``) to abort."""
+        if not self.engine.alive:
+            raise CapacityError("the engine of this worker is not running", fix="retry on another worker")
+        if prefill is None:
+            return self._generate_here(request, deadline_s)
+        if self._client is None:
+            raise LocalError("a prefill worker does not decode", field="prefill", fix="send this to a decode worker")
+        return self._generate_remote(request, prefill, deadline_s)
+
+    async def _generate_here(self, request: GenerateRequest, deadline_s: float) -> AsyncIterator[WorkerEvent]:
+        mailbox = self._mailbox()
+        deadline = _Deadline(deadline_s)
+        self.engine.generate(request, mailbox.sink)
+        try:
+            scheduled = await deadline.bound(mailbox.get())
+            assert isinstance(scheduled, Scheduled)
+            yield Admitted(len(request.prompt_token_ids), scheduled.num_cached_tokens)
+            first_s = deadline.elapsed_s()
+            async for output in self._tokens(mailbox, deadline):
+                yield output
+            yield Finished(queue_s=scheduled.queue_s, prefill_s=first_s - scheduled.queue_s)
+        finally:
+            self.engine.abort(request.request_id)
+
+    async def _generate_remote(
+        self, request: GenerateRequest, prefill: PeerAddress, deadline_s: float
+    ) -> AsyncIterator[WorkerEvent]:
+        """Reserve here, then let the peer compute and pull; decode once everything is in place."""
+        mailbox = self._mailbox()
+        deadline = _Deadline(deadline_s)
+        num_prompt = len(request.prompt_token_ids)
+        reserving = self.engine.reserve(request, mailbox.sink)
+        try:
+            reservation = await deadline.bound(asyncio.wrap_future(reserving))
+            first, completed = None, None
+            assert self._client is not None
+            pull = self._client.pull(
+                (prefill.host, prefill.port),
+                request,
+                reservation.num_cached_tokens,
+                reservation.block_ids,
+                deadline.remaining_s(),
+            )
+            async with contextlib.aclosing(pull):
+                async for event in pull:
+                    if isinstance(event, Completed):
+                        completed = event
+                        continue
+                    first = event
+                    num_remote = num_prompt - reservation.num_cached_tokens
+                    yield Admitted(num_prompt, first.cached_tokens, num_remote, path="remote")
+                    if first.output.finish_reason is not None:
+                        break  # nobody will decode: what is still on its way is called off
+                    yield first.output
+            assert isinstance(first, FirstToken)
+            if first.output.finish_reason is not None:
+                yield first.output
+                yield _finished(first, completed)
+                return
+            self.engine.start_import(request.request_id, first.output)
+            async for output in self._tokens(mailbox, deadline):
+                yield output
+            yield _finished(first, completed)
+        finally:
+            # Nothing writes into the blocks any more: the pull has ended, whichever way this is left.
+            self.engine.abort(request.request_id)
+
+    async def _tokens(self, mailbox: _Mailbox, deadline: _Deadline) -> AsyncIterator[TokenOutput]:
+        while True:
+            event = await deadline.bound(mailbox.get())
+            if isinstance(event, Scheduled):
+                continue  # an imported request is announced when its first decode step is planned
+            assert isinstance(event, Token)
+            yield event.output
+            if event.output.finish_reason is not None:
+                return
+
+    async def check_empty(self) -> None:
+        """Assert that nothing is held once every request has ended. For tests and drills."""
+
+        def check(engine: Engine) -> None:
+            engine.check()
+            stats = engine.stats()
+            held = (stats.num_active, stats.num_blocks_used, stats.num_blocks_pinned, stats.num_leases)
+            assert held == (0, 0, 0, 0), f"requests, blocks, pins, leases: {held}"
+
+        await asyncio.wrap_future(self.engine.call(check))
+
+    def stats(self) -> WorkerStats:
+        totals = dataclasses.asdict(self.engine.stats())
+        if self._server is not None:
+            server = self._server.stats()
+            totals["transfer_bytes_sent"] = server.num_bytes_sent
+            totals["num_handoffs"] = server.num_sessions
+        if self._client is not None:
+            client = self._client.stats()
+            totals["transfer_bytes_received"] = client.num_bytes_shm + client.num_bytes_tcp
+            totals["num_transfers"] = client.num_done
+            totals["num_transfer_failures"] = client.num_failed
+        known = WorkerStats.__struct_fields__
+        return WorkerStats(**{name: value for name, value in totals.items() if name in known})
+
+    def _mailbox(self) -> _Mailbox:
+        assert self._bridge is not None, "start the worker first"
+        return _Mailbox(self._bridge)
+
+
+def _finished(first: FirstToken, completed: Completed | None) -> Finished:
+    transfer = (
+        {}
+        if completed is None
+        else {
+            "transfer_bytes": completed.num_bytes,
+            "transfer_s": completed.transfer_s,
+            "exposed_s": completed.exposed_s,
+        }
+    )
+    return Finished(queue_s=first.queue_s, prefill_s=first.prefill_s, **transfer)
+
+
+class _Deadline:
+    """A point in time that every wait of one request shares."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self._loop.time()
+        self._at_s = self._started_s + deadline_s
+
+    def elapsed_s(self) -> float:
+        return self._loop.time() - self._started_s
+
+    def remaining_s(self) -> float:
+        return max(0.0, self._at_s - self._loop.time())
+
+    async def bound(self, wait: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout_at(self._at_s):
+                return await wait
+        except TimeoutError:
+            raise CapacityError(
+                f"the request's deadline of {self._at_s - self._started_s:.0f} s has passed", fix="retry later"
+            ) from None
