@@ -6,11 +6,12 @@ A named segment is a file in ``/dev/shm`` (what POSIX shared memory is on Linux)
     generations: one uint64 per block, padded to a page
     data: the pool, as kv/layout draws it
 
-Invariants: the magic is written last, so a segment is attached complete or not at all; its memory is reserved when it is
-made, so a full ``/dev/shm`` is an error at start and never a SIGBUS later; the owner holds an exclusive ``flock`` on it until
-it dies, so whether an owner lives is asked of the kernel, not guessed from a pid (which means nothing across containers);
-a reader maps it read-only, and its mapping stays valid after the owner is gone. A block's generation changes before its
-content may: a reader that finds the generation it was offered after its copy has copied what it was offered.
+Invariants: the magic is written last, so a segment is attached complete or not at all; its memory is reserved when it
+is made, so a full ``/dev/shm`` is an error at start and never a SIGBUS later; the owner holds an exclusive ``flock`` on
+it until it dies, so whether an owner lives is asked of the kernel, not guessed from a pid (which means nothing across
+containers); a reader maps it read-only, and its mapping stays valid after the owner is gone. A block's generation
+changes before its content may: a reader that finds the generation it was offered after its copy has copied what it was
+offered.
 
 Knows nothing about who owns a block, torch, or how a peer learned the name.
 """

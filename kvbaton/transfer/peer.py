@@ -1,0 +1,259 @@
+"""One prefill worker as the decode side sees it: the handshake, the control connection, and the way its KV is read.
+
+Invariants: a connection belongs to one life (incarnation) of the peer, so nothing learned from an earlier one is used;
+when any part of it breaks, all of it is closed and every pull on it hears so once; heartbeats run while it is open.
+
+Knows nothing about destinations or outcomes of pulls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.kv.compat import digest
+from kvbaton.transfer.channel import ControlChannel, receive_frame, tune_socket
+from kvbaton.transfer.errors import HandoffError, PeerRefused, PeerUnreachable
+from kvbaton.transfer.identity import Transport, choose_transport, refusals
+from kvbaton.transfer.options import HandoffOptions
+from kvbaton.transfer.placement import Placement
+from kvbaton.transfer.ranges import Region
+from kvbaton.transfer.shm import OnCopied, ShmSource
+from kvbaton.transfer.tcp import TcpSource
+from kvbaton.transfer.wire import (
+    HANDSHAKE_FRAME_BYTES,
+    DataHello,
+    Failed,
+    First,
+    HelloReply,
+    Identity,
+    MessageDecoder,
+    Offer,
+    OpeningReply,
+    Ping,
+    Pong,
+    Progress,
+    RenewReply,
+    ToDecode,
+    encode_frame,
+    make_hello,
+)
+from kvbaton.types import PROTOCOL_VERSION, KvbatonError
+
+log = logging.getLogger(__name__)
+
+
+class KVSource(Protocol):
+    """A way to read the peer's pool: ShmSource, TcpSource."""
+
+    def start_copy(self, offer: Offer, region: Region, placement: Placement, on_copied: OnCopied) -> None: ...
+
+    def stop_copies(self, placement: Placement) -> None: ...
+
+    def close(self) -> None: ...
+
+    def join(self) -> None:
+        """Wait, in a thread of the caller's, until what ``close`` ended has ended."""
+        ...
+
+
+class Listener(Protocol):
+    """A pull, as its connection sees it."""
+
+    def on_message(self, message: Offer | Progress | First | RenewReply | Failed) -> None: ...
+
+    def on_lost(self, error: HandoffError) -> None: ...
+
+
+class PeerConnection:
+    """Open: made by ``connect``. Pulls join with ``add`` and leave with ``remove``."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        options: HandoffOptions,
+        on_closed: Callable[[PeerConnection], None],
+    ) -> None:
+        self.identity = identity
+        self.transport = transport
+        self._options = options
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._next_pull_id = 0
+        self._by_pull: dict[int, Listener] = {}
+        self._by_ticket: dict[bytes, Listener] = {}
+        self._source: KVSource | None = None
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._channel = ControlChannel(ToDecode, self._message, self._lost, options)
+
+    @classmethod
+    async def connect(
+        cls,
+        address: tuple[str, int],
+        ours: Identity,
+        options: HandoffOptions,
+        executor: Executor,
+        on_closed: Callable[[PeerConnection], None],
+    ) -> PeerConnection:
+        """Shake hands and open the way to the KV. PeerUnreachable, PeerRefused, or LocalError for an impossible way."""
+        try:
+            async with asyncio.timeout(options.connect_s):
+                sock, reply = await _handshake(address, ours)
+                try:
+                    connection = cls(
+                        reply.identity,
+                        choose_transport(options.transport, reply.identity, ours.host),
+                        options,
+                        on_closed,
+                    )
+                except BaseException:
+                    sock.close()
+                    raise
+                await connection._open(sock, address, reply, executor)
+                return connection
+        except TimeoutError as error:
+            raise PeerUnreachable(f"no handshake with {_show(address)} in {options.connect_s:.0f} s") from error
+        except OSError as error:
+            raise PeerUnreachable(f"cannot reach {_show(address)}: {error.strerror or error}") from error
+
+    async def _open(self, sock: socket.socket, address: tuple[str, int], reply: HelloReply, executor: Executor) -> None:
+        try:
+            await self._loop.create_connection(lambda: self._channel, sock=sock)
+            self._source = await self._open_source(address, reply, executor)
+        except BaseException:
+            self._channel.close(PeerUnreachable("the handshake was not completed"))
+            raise
+        self._beat()
+
+    async def _open_source(self, address: tuple[str, int], reply: HelloReply, executor: Executor) -> KVSource:
+        if self.transport == "shm":
+            try:
+                return ShmSource(reply.identity, executor)
+            except KvbatonError as error:
+                if self._options.transport == "shm":
+                    raise
+                log.warning("falling back to tcp: %s", error)
+                self.transport = "tcp"
+        sock = await _dial(address)
+        try:
+            await self._loop.sock_sendall(sock, encode_frame(DataHello(reply.data_token)))
+            MessageDecoder(Pong).decode(await receive_frame(sock, HANDSHAKE_FRAME_BYTES))
+            return TcpSource(sock, reply.identity.layout, self._options.stall_s, self.close)
+        except BaseException:
+            sock.close()
+            raise
+
+    # -- pulls
+
+    @property
+    def closed(self) -> bool:
+        return self._channel.closed
+
+    @property
+    def source(self) -> KVSource:
+        assert self._source is not None, "a connection is handed out open"
+        return self._source
+
+    def new_pull_id(self) -> int:
+        self._next_pull_id += 1
+        return self._next_pull_id
+
+    def add(self, pull_id: int, listener: Listener) -> None:
+        assert pull_id not in self._by_pull
+        self._by_pull[pull_id] = listener
+
+    def remove(self, pull_id: int, ticket: bytes | None) -> None:
+        self._by_pull.pop(pull_id, None)
+        if ticket is not None:
+            self._by_ticket.pop(ticket, None)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._channel.send(message)
+
+    def close(self, error: HandoffError | None = None) -> None:
+        self._channel.close(error or PeerUnreachable("the connection was closed"))
+
+    # -- what comes
+
+    def _message(self, message: msgspec.Struct) -> None:
+        match message:
+            case Pong():
+                return
+            case Offer():
+                listener = self._by_pull.get(message.pull_id)
+                if listener is not None:  # else it was given up, and its Abort is on the way
+                    self._by_ticket[message.ticket] = listener
+                    listener.on_message(message)
+            case Failed():
+                listener = self._by_pull.get(message.pull_id)
+                if listener is not None:
+                    listener.on_message(message)
+            case Progress() | First() | RenewReply():
+                listener = self._by_ticket.get(message.ticket)
+                if listener is not None:
+                    listener.on_message(message)
+
+    def _lost(self, error: HandoffError) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        if self._source is not None:
+            self._source.close()
+        for listener in list(self._by_pull.values()):
+            listener.on_lost(error)
+        self._on_closed(self)
+
+    def _beat(self) -> None:
+        self._channel.send(Ping())
+        if not self._channel.closed:
+            self._heartbeat = self._loop.call_later(self._options.heartbeat_s, self._beat)
+
+
+async def _handshake(address: tuple[str, int], ours: Identity) -> tuple[socket.socket, HelloReply]:
+    loop = asyncio.get_running_loop()
+    sock = await _dial(address)
+    try:
+        hello = make_hello(ours, PROTOCOL_VERSION, digest(ours.fingerprint))
+        await loop.sock_sendall(sock, encode_frame(hello))
+        reply = MessageDecoder(OpeningReply).decode(await receive_frame(sock, HANDSHAKE_FRAME_BYTES))
+        if not isinstance(reply, HelloReply):
+            why = _reason(reply.reason, reply.differences)
+            raise PeerRefused(f"{_show(address)} refused: {why}", reply.differences)
+        found = refusals(reply.identity, ours)  # never only the peer's word for it
+        if found:
+            raise PeerRefused(f"KV of {_show(address)} is not ours: {_reason('', found)}", found)
+        return sock, reply
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def _dial(address: tuple[str, int]) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    host, port = address
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    if not found:
+        raise PeerUnreachable(f"{host} has no address")
+    family, kind, protocol, _, where = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        tune_socket(sock)
+        await loop.sock_connect(sock, where)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _reason(reason: str, differences: tuple[str, ...]) -> str:
+    return "; ".join([reason, *differences] if reason else differences)
+
+
+def _show(address: tuple[str, int]) -> str:
+    return f"{address[0]}:{address[1]}"

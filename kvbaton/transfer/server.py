@@ -1,0 +1,272 @@
+"""The prefill side of hand-offs: listens, shakes hands, and carries out what the sessions decide.
+
+Invariants: nothing but a handshake is read from a stranger, with a deadline and a small bound; a connection that ends
+aborts everything on it; the engine is told of every session's end, once; engine callbacks come on the engine's thread
+and hop to the loop, where alone sessions are touched.
+
+Knows nothing about the engine behind the backend, or how KV is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kvbaton.clock import Clock, MonotonicClock
+from kvbaton.kv.compat import digest
+from kvbaton.kv.shared_pool import SharedPool
+from kvbaton.transfer.channel import receive_frame, tune_socket
+from kvbaton.transfer.errors import HandoffError, ProtocolViolation
+from kvbaton.transfer.identity import refusals
+from kvbaton.transfer.lending import LendingConnection, PrefillSink
+from kvbaton.transfer.options import HandoffOptions
+from kvbaton.transfer.tickets import TicketBook
+from kvbaton.transfer.wire import (
+    HANDSHAKE_FRAME_BYTES,
+    TICKET_BYTES,
+    DataHello,
+    Hello,
+    HelloReply,
+    Identity,
+    MessageDecoder,
+    Opening,
+    Pong,
+    Refused,
+    decode_identity,
+    encode_frame,
+)
+from kvbaton.types import PROTOCOL_VERSION, GenerateRequest
+
+log = logging.getLogger(__name__)
+
+_MAX_DATA_CONNECTIONS = 4  # of one peer
+
+
+class PrefillBackend(Protocol):
+    """What the hand-off needs of an engine. All but ``renew`` return at once; all are called on the loop's thread."""
+
+    def start(self, request: GenerateRequest, have_tokens: int, sink: PrefillSink) -> None:
+        """Schedule the prefill; the sink hears the rest. May raise at once what ``sink.on_error`` would carry."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """The reader has everything."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Nobody wants it; harmless if it is gone."""
+        ...
+
+    def renew(self, request_id: str, lease_s: float) -> Awaitable[bool]:
+        """Keep the blocks for that long from now. False: they are gone."""
+        ...
+
+
+@dataclass(frozen=True)
+class ServerStats:
+    num_connections: int = 0
+    num_sessions: int = 0
+    num_tickets: int = 0
+    num_refused: int = 0  # handshakes
+    num_released: int = 0
+    num_failed: int = 0
+    num_aborted: int = 0
+    num_reads_refused: int = 0
+    num_bytes_sent: int = 0  # over tcp; what is read through shared memory the reader counts
+
+
+class HandoffServer:
+    """``await start()``, then ``await stop()``. ``identity.host`` and ``shm_name`` say how the pool can be reached."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        pool: SharedPool,
+        backend: PrefillBackend,
+        options: HandoffOptions,
+        clock: Clock | None = None,
+    ) -> None:
+        assert identity.layout == pool.layout and identity.num_blocks == pool.num_blocks
+        self.identity = identity
+        self.pool = pool
+        self.backend = backend
+        self.options = options
+        self.clock = clock or MonotonicClock()
+        self.book = TicketBook(pool.layout.num_layers, pool.layout.block_size)
+        self._digest = digest(identity.fingerprint)
+        self._opening = MessageDecoder(Opening)
+        self._connections: dict[bytes, LendingConnection] = {}  # by data token
+        self._request_ids: dict[str, LendingConnection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: list[socket.socket] = []
+        self._past = ServerStats()
+        self._next_connection_id = 0
+        self._num_refused = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    # -- life
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Listen; returns the port. The default is loopback: name an interface to be reached from elsewhere."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=128, reuse_port=False)
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self._spawn(self._accept(listener))
+        return listener.getsockname()[1]
+
+    async def stop(self, drain_s: float = 0.0) -> bool:
+        """Stop accepting, let sessions finish for ``drain_s``, drop the rest. True if nothing had to be dropped."""
+        self._draining = True
+        if drain_s > 0 and self._request_ids:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(drain_s):
+                    await self._idle.wait()
+        drained = not self._request_ids
+        for connection in list(self._connections.values()):
+            connection.close("the prefill worker stops")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        return drained
+
+    def stats(self) -> ServerStats:
+        connections = list(self._connections.values())
+        live = [connection.counters for connection in connections]
+        past = self._past
+        return replace(
+            past,
+            num_connections=len(self._connections),
+            num_sessions=len(self._request_ids),
+            num_tickets=len(self.book),
+            num_refused=self._num_refused,
+            num_released=past.num_released + sum(counters.num_released for counters in live),
+            num_failed=past.num_failed + sum(counters.num_failed for counters in live),
+            num_aborted=past.num_aborted + sum(counters.num_aborted for counters in live),
+            num_reads_refused=past.num_reads_refused + sum(connection.num_reads_refused for connection in connections),
+            num_bytes_sent=past.num_bytes_sent + sum(connection.num_bytes_sent for connection in connections),
+        )
+
+    # -- called by connections
+
+    def claim(self, request_id: str, connection: LendingConnection) -> bool:
+        """Request ids are fresh and ours; one in use elsewhere is refused, never overwritten."""
+        if self._draining or request_id in self._request_ids:
+            return False
+        self._request_ids[request_id] = connection
+        self._idle.clear()
+        return True
+
+    def unclaim(self, request_id: str) -> None:
+        self._request_ids.pop(request_id, None)
+        if not self._request_ids:
+            self._idle.set()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    # -- connections
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("hand-off task failed", exc_info=task.exception())
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of file descriptors, or the peer gave up: neither is a reason to stop
+                log.warning("accept failed: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._tasks) > 2 * self.options.max_connections:
+                sock.close()
+                continue
+            self._spawn(self._serve(sock))
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Shake hands; then run the control connection, or give the socket to a lending thread."""
+        handed_on = False
+        try:
+            tune_socket(sock)
+            async with asyncio.timeout(self.options.connect_s):
+                opening = self._opening.decode(await receive_frame(sock, HANDSHAKE_FRAME_BYTES))
+                if isinstance(opening, DataHello):
+                    handed_on = await self._serve_data(sock, opening)
+                    return
+                assert isinstance(opening, Hello)
+                reply = self._answer(opening)
+                await asyncio.get_running_loop().sock_sendall(sock, encode_frame(reply))
+            if isinstance(reply, HelloReply):
+                handed_on = True
+                await self._serve_control(sock, reply.data_token)
+        except (OSError, HandoffError, TimeoutError) as error:
+            log.info("connection dropped: %s", error or "no handshake in time")
+        finally:
+            if not handed_on:
+                sock.close()
+
+    def _answer(self, hello: Hello) -> HelloReply | Refused:
+        refused = self._refuse(hello)
+        if refused is not None:
+            self._num_refused += 1
+            log.warning("peer refused: %s %s", refused.reason, "; ".join(refused.differences))
+            return refused
+        return HelloReply(self.identity, secrets.token_bytes(TICKET_BYTES))
+
+    def _refuse(self, hello: Hello) -> Refused | None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            difference = f"protocol_version: prefill {PROTOCOL_VERSION}, decode {hello.protocol_version}"
+            return Refused("another version of the protocol", (difference,))
+        if self._draining or len(self._connections) >= self.options.max_connections:
+            return Refused("the prefill worker takes no more connections")
+        peer = decode_identity(hello)
+        found = refusals(self.identity, peer)
+        if found:
+            return Refused("KV of the two workers is not the same", found)
+        if hello.fingerprint_digest != self._digest:
+            raise ProtocolViolation("the fingerprint's digest is not that of the fingerprint")
+        return None
+
+    async def _serve_control(self, sock: socket.socket, data_token: bytes) -> None:
+        self._next_connection_id += 1
+        connection = LendingConnection(self, self._next_connection_id)
+        self._connections[data_token] = connection
+        try:
+            await connection.run(sock)
+        finally:
+            del self._connections[data_token]
+            past, counters = self._past, connection.counters
+            self._past = replace(
+                past,
+                num_released=past.num_released + counters.num_released,
+                num_failed=past.num_failed + counters.num_failed,
+                num_aborted=past.num_aborted + counters.num_aborted,
+                num_reads_refused=past.num_reads_refused + connection.num_reads_refused,
+                num_bytes_sent=past.num_bytes_sent + connection.num_bytes_sent,
+            )
+
+    async def _serve_data(self, sock: socket.socket, hello: DataHello) -> bool:
+        connection = self._connections.get(hello.data_token)
+        if connection is None or connection.num_senders >= _MAX_DATA_CONNECTIONS:
+            raise ProtocolViolation("a data connection that belongs to no control connection")
+        await asyncio.get_running_loop().sock_sendall(sock, encode_frame(Pong()))
+        return connection.lend(sock)
