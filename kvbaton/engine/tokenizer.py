@@ -1,0 +1,240 @@
+"""Text to tokens and back: chat templates, incremental detokenization, stop strings.
+
+Invariants: the pieces a ``Detokenizer`` returns, joined, are ``Tokenizer.decode`` of the same tokens, and none ends
+inside a UTF-8 character; the text a ``StopChecker`` lets through never holds part of a stop string that was completed,
+and does not depend on how the text was cut into pushes.
+
+Decoding is defined on bytes: each token stands for some bytes, and the text is those bytes read as UTF-8 with one
+replacement character for each longest malformed part. For byte-level vocabularies this is what the tokenizers library
+does; for those with byte fallback it differs only in how many replacement characters malformed output shows.
+
+Knows nothing about requests or sampling.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbaton.engine.chat_template import ChatTemplate
+from kvbaton.types import LocalError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "\u2581"  # sentencepiece's visible space
+
+
+class Tokenizer:
+    """One model's vocabulary. Immutable after loading; safe to use from several threads."""
+
+    def __init__(self, definition: Mapping[str, Any], special_tokens: Mapping[str, str], chat: ChatTemplate | None):
+        from tokenizers import Tokenizer as Library
+
+        self._library = Library.from_str(json.dumps(definition))
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._chat = chat
+        self._special_tokens = dict(special_tokens)
+        self.strips_first_space = _strips_first_space(definition)
+        byte_level = _is_byte_level(definition.get("decoder"))
+        self._bytes: list[bytes] = [b""] * self._id_limit()
+        for token, token_id in self._library.get_vocab(with_added_tokens=True).items():
+            self._bytes[token_id] = _byte_level_bytes(token) if byte_level else _fallback_bytes(token)
+        added = definition.get("added_tokens") or []
+        self.special_token_ids: frozenset[int] = frozenset(token["id"] for token in added if token.get("special"))
+        eos_id = self._library.token_to_id(special_tokens.get("eos_token", ""))
+        self.eos_token_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
+
+    def _id_limit(self) -> int:
+        return 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Tokenizer:
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a model directory."""
+        path = Path(path)
+        definition_path, config_path = path / "tokenizer.json", path / "tokenizer_config.json"
+        if not definition_path.is_file():
+            fix = "convert it: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            raise LocalError(f"no tokenizer.json in {path}", field="tokenizer", fix=fix)
+        definition = json.loads(definition_path.read_text(encoding="utf-8"))
+        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+        special_tokens = _special_tokens(config)
+        return cls(definition, special_tokens, ChatTemplate.find(path, config, special_tokens))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id (a model's own vocabulary may be padded beyond it)."""
+        return len(self._bytes)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens written out in ``text`` become those tokens, as chat templates need."""
+        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation, laid out by the model's own template. Bad messages are a ``LocalError``."""
+        if self._chat is None:
+            raise LocalError(
+                "this model has no chat template", field="messages", fix="use /v1/completions, or a model with one"
+            )
+        text = self._chat.render(messages, tools, add_generation_prompt, template_kwargs)
+        return self.encode(text, add_special_tokens=False)  # the template writes them itself
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; nothing for an id outside the vocabulary (padding of the embedding)."""
+        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """A whole text, from its beginning."""
+        detokenizer = Detokenizer(self, skip_special_tokens, starts_text=True)
+        return "".join([detokenizer.push(token_id) for token_id in token_ids]) + detokenizer.flush()
+
+
+class Detokenizer:
+    """One sequence's tokens to text, piece by piece.
+
+    ``starts_text``: the tokens begin a text, so a vocabulary that marks word starts drops the first space. Output that
+    continues a prompt keeps it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, starts_text: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._drop_space = starts_text and tokenizer.strips_first_space
+
+    def push(self, token_id: int) -> str:
+        """Text that is certain now; an unfinished character waits for its other bytes."""
+        if token_id in self._skipped:
+            return ""
+        return self._without_first_space(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+
+    def flush(self) -> str:
+        """What the end of the sequence makes certain: a replacement character if bytes are missing."""
+        return self._without_first_space(self._decoder.decode(b"", final=True))
+
+    def _without_first_space(self, text: str) -> str:
+        if self._drop_space and text:
+            self._drop_space = False
+            return text.removeprefix(" ")
+        return text
+
+
+class StopChecker:
+    """Finds stop strings in a stream of text, also across pushes, and holds back what may become one.
+
+    Of several, the one completed first in the stream ends it (of two completed at once, the longer).
+
+        pushed:   ... Hello, wor|ld!</s|            stop: "</stop>"
+        emitted:  ... Hello, world!
+        held:                       </s   until it is a stop string, or cannot be one any more
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        if "" in stops:
+            raise LocalError("a stop string must not be empty", field="stop")
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self._stopped = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Text to emit now, and whether a stop string is complete. Nothing is emitted after that."""
+        if self._stopped:
+            return "", True
+        if not self._stops:
+            return text, False
+        self._held += text
+        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if found:
+            end, start = min(found)
+            emitted, self._held, self._stopped = self._held[: end if self._include else start], "", True
+            return emitted, True
+        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        emitted, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return emitted, False
+
+    def flush(self) -> str:
+        """The sequence ended otherwise: what was held is ordinary text."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop`` without completing it."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like, each a string or an object that has it as ``content``."""
+    found = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _decoder_steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
+    """Whether tokens spell bytes; else they spell text, with a byte fallback. Anything else is refused."""
+    kinds = [step["type"] for step in _decoder_steps(decoder)]
+    if "ByteLevel" in kinds:
+        return True
+    if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return False
+    raise LocalError(
+        f"tokenizer decoder {kinds or None} is not supported",
+        field="decoder",
+        fix="supported are ByteLevel, Metaspace, and Replace with ByteFallback, Fuse, Strip",
+    )
+
+
+def _strips_first_space(definition: Mapping[str, Any]) -> bool:
+    return any(
+        (step["type"] == "Strip" and step.get("start", 0) > 0)
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in _decoder_steps(definition.get("decoder"))
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's map from visible characters to bytes: printable Latin-1 is itself, the rest moved to U+0100 and up."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+    except KeyError:
+        return token.encode()  # an added token, spelled as itself
+
+
+def _fallback_bytes(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace(_WORD_START, " ").encode()
