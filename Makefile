@@ -11,7 +11,7 @@ ARGS ?=
 
 # Installing says only errors, and a line before each step that takes long.
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-input
-SOURCES := pyproject.toml $(wildcard setup.py kvbaton/engine/csrc/*)
+SOURCES := pyproject.toml $(wildcard setup.py kvbaton/engine/_native/*)
 # The requirements of one extra, so that adding it does not build the package again.
 EXTRA = $(VENV)/bin/python -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")'
 

@@ -8,6 +8,7 @@ interpreter of each engine's own environment. Knows nothing about any engine.
     {"command": "generate", "prompts": [[ids]], "max_tokens": n}    -> {"first_s": [...], "last_s": [...],
                                                                         "num_tokens": [...], "wall_s": s, "cpu_s": s}
     {"command": "tokens", "prompt": [ids], "max_tokens": n}         -> {"token_ids": [...]}
+    {"command": "probe"}                                            -> {"values": {...}}   (the hardware's limits only)
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Driver(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline: ...
 
 
-def _answer(driver: Driver, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(driver: Any, request: dict[str, Any]) -> dict[str, Any]:
     match request.pop("command"):
         case "load":
             return {"info": driver.load(request)}
@@ -62,6 +63,8 @@ def _answer(driver: Driver, request: dict[str, Any]) -> dict[str, Any]:
             return {**times, "wall_s": wall_s, "cpu_s": cpu_s}
         case "tokens":
             return {"token_ids": driver.generate([request["prompt"]], request["max_tokens"]).token_ids[0]}
+        case "probe":
+            return {"values": driver.probe()}
         case unknown:
             raise ValueError(f"unknown command {unknown!r}")
 
@@ -77,5 +80,5 @@ def serve(make_driver: Callable[[], Driver]) -> None:
         try:
             reply = _answer(driver, json.loads(line))
         except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
+            reply = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
         replies.write(json.dumps(reply) + "\n")

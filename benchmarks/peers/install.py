@@ -17,6 +17,17 @@ from pathlib import Path
 QUIET = ("-qq", "--disable-pip-version-check", "--no-input")
 
 
+# GCC before 13 declares that loading an AMX tile configuration reads 8 of its 64 bytes, and drops the stores to the rest:
+# llama.cpp then dies of an illegal instruction at its first quantised product. With this it gets its AMX kernels.
+TILE_CONFIG_FIX = """\
+#if defined(__AMX_TILE__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#undef _tile_loadconfig
+#define _tile_loadconfig(p) __asm__ volatile("ldtilecfg\\t%X0" ::"m"(*(const char(*)[64])(p)) : "memory")
+#endif
+"""
+
+
 @dataclass(frozen=True)
 class Peer:
     """pip commands that make one environment, in order."""
@@ -24,6 +35,7 @@ class Peer:
     name: str
     note: str
     steps: tuple[tuple[str, ...], ...]
+    prelude: str = ""  # a C++ header that is included before every source this environment compiles
 
     @property
     def directory(self) -> Path:
@@ -39,7 +51,11 @@ class Peer:
 
     @property
     def installed(self) -> bool:
-        return self.stamp.is_file() and self.stamp.read_text() == repr(self.steps)
+        return self.stamp.is_file() and self.stamp.read_text() == self.recipe
+
+    @property
+    def recipe(self) -> str:
+        return repr((self.steps, self.prelude))
 
 
 PEERS = (
@@ -55,7 +71,12 @@ PEERS = (
         ),
     ),
     # Built from source, for this very processor: the wheels others publish lack AVX-512 and AMX.
-    Peer("llamacpp", "compiles for about 8 minutes on two cores", (("install", *QUIET, "llama-cpp-python==0.3.36"),)),
+    Peer(
+        "llamacpp",
+        "compiles for about 8 minutes on two cores",
+        (("install", *QUIET, "--no-cache-dir", "--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36"),),
+        prelude=TILE_CONFIG_FIX,
+    ),
 )
 
 
@@ -74,9 +95,14 @@ def install(peer: Peer) -> None:
     if peer.directory.exists():
         shutil.rmtree(peer.directory)
     venv.create(peer.directory, with_pip=True)
+    environment = dict(os.environ)
+    if peer.prelude:
+        header = peer.directory / "prelude.h"
+        header.write_text(peer.prelude)
+        environment["CXXFLAGS"] = f"{environment.get('CXXFLAGS', '')} -include {header}"
     for step in peer.steps:
-        subprocess.run([peer.python, "-m", "pip", *step], check=True)
-    peer.stamp.write_text(repr(peer.steps))
+        subprocess.run([peer.python, "-m", "pip", *step], check=True, env=environment)
+    peer.stamp.write_text(peer.recipe)
 
 
 def main() -> int:

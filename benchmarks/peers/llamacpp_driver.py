@@ -30,6 +30,7 @@ class LlamaCppDriver:
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
+        model_params.use_extra_bufts = options.get("extra_buffers", True)
         self._model = llama_cpp.llama_model_load_from_file(options["gguf"].encode(), model_params)
         assert self._model, f"cannot load {options['gguf']}"
         params = llama_cpp.llama_context_default_params()

@@ -49,8 +49,9 @@ class VllmDriver:
         index: dict[str, int] = {}
         for i, prompt in enumerate(prompts):
             self._num_requests += 1
-            index[self._engine.add_request(f"bench-{self._num_requests}", {"prompt_token_ids": list(prompt)}, sampling)
-                  or f"bench-{self._num_requests}"] = i
+            request_id = f"bench-{self._num_requests}"
+            self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
+            index[request_id] = i
         while self._engine.has_unfinished_requests():
             outputs = self._engine.step()
             at_s = time.perf_counter() - begun_s
