@@ -13,6 +13,7 @@ import asyncio
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -56,8 +57,7 @@ class _Connection(asyncio.Protocol):
         self.got_bytes = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's own class is no subclass of it
 
     def start(self, data: bytes, response: Response, sink: BodySink) -> asyncio.Future[None]:
         assert self.transport is not None and self._done is None, "one request at a time"

@@ -206,7 +206,7 @@ def versions() -> dict[str, str]:
 
 
 class SampleWriter:
-    """Writes samples as they finish, so that a long run neither fills memory nor is lost when it is cut."""
+    """Writes a samples file line by line; gzipped when its name ends in .gz."""
 
     def __init__(self, path: Path, header: RunHeader) -> None:
         self.path = path

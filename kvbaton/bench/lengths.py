@@ -1,0 +1,60 @@
+"""How long prompts and answers are: fixed, or drawn from a distribution named in one word.
+
+Knows nothing about text or time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from random import Random
+
+from kvbaton.types import LocalError
+
+HELP = "N | uniform:LOW:HIGH | normal:MEAN:SD | lognormal:MEDIAN:SIGMA | exp:MEAN | mix:N@SHARE,N@SHARE"
+Draw = Callable[[Random], int]
+
+
+def parse_lengths(text: str, field: str) -> Draw:
+    """A sampler of lengths of at least 1 token; LocalError names the field."""
+    kind, _, rest = text.partition(":")
+    try:
+        if not rest:
+            return _fixed(int(kind))
+        if kind == "mix":
+            return _mix(rest)
+        numbers = [float(part) for part in rest.split(":")]
+        return _distribution(kind, numbers)
+    except ValueError as error:
+        raise LocalError(f"cannot read {text!r}: {error}", field=field, fix=f"use {HELP}") from error
+
+
+def _fixed(value: int) -> Draw:
+    if value < 1:
+        raise ValueError("a length is at least 1")
+    return lambda random: value
+
+
+def _distribution(kind: str, numbers: list[float]) -> Draw:
+    match kind, numbers:
+        case "uniform", [low, high] if 1 <= low <= high:
+            return lambda random: random.randint(int(low), int(high))
+        case "normal", [mean, deviation] if mean >= 1 and deviation >= 0:
+            return lambda random: max(1, round(random.gauss(mean, deviation)))
+        case "lognormal", [median, sigma] if median >= 1 and sigma >= 0:
+            return lambda random: max(1, round(median * math.exp(random.gauss(0.0, sigma))))
+        case "exp", [mean] if mean >= 1:
+            return lambda random: max(1, round(random.expovariate(1.0 / mean)))
+        case _:
+            raise ValueError("unknown distribution, or numbers out of range")
+
+
+def _mix(rest: str) -> Draw:
+    pairs = [part.split("@") for part in rest.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError("a mix is LENGTH@SHARE, separated by commas")
+    lengths = [int(length) for length, _ in pairs]
+    shares = [float(share) for _, share in pairs]
+    if min(lengths) < 1 or min(shares) < 0 or sum(shares) <= 0:
+        raise ValueError("lengths are at least 1 and shares not negative")
+    return lambda random: random.choices(lengths, weights=shares)[0]
