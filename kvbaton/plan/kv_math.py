@@ -87,6 +87,10 @@ class Sharding(msgspec.Struct, frozen=True):
         """GPUs of one worker: every kind of parallelism multiplies it."""
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def label(self) -> str:
+        return f"tp{self.tp} pp{self.pp} cp{self.cp} dp{self.dp}"
+
 
 def rank_heads(num_kv_heads: int, tp: int) -> int:
     """KV heads one rank holds: split evenly, or replicated when there are more ranks than heads."""
