@@ -3,9 +3,9 @@
     make bench-engine                      installs the peers and runs everything (about 20 minutes)
     python -m benchmarks.engine --help
 
-Every engine lives in a process of its own pinned to the same CPU, loaded once; a round measures every workload on every
-engine, one after the other, so that the engines' measurements interleave. The hardware's limits are measured in the same
-run: reading the weights once a step bounds decode, the products of the linear layers alone bound prefill.
+Every engine lives in a process of its own pinned to the same CPU, loaded once; a round measures every workload on
+every engine, one after the other, so that the engines' measurements interleave. The hardware's limits are measured in
+the same run: reading the weights once a step bounds decode, the products of the linear layers alone bound prefill.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Race:
                 if busy >= BUSY_ENOUGH:
                     break
             value = workload.value(reply)
-            note(f"round {number}  {workload.name:16s} {contender.name:22s} {value:9.1f} {workload.unit:6s} busy {busy:.2f}")
+            what = f"round {number}  {workload.name:16s} {contender.name:22s}"
+            note(f"{what} {value:9.1f} {workload.unit:6s} busy {busy:.2f}")
             self.samples.append(
                 Sample(number, contender.engine, contender.precision, workload.name, value, round(busy, 4))
             )
@@ -133,16 +134,15 @@ def bounds(probe: dict[str, float], num_elements: int) -> dict[str, dict[str, fl
 
 
 def best_of(probes: list[dict[str, float]]) -> dict[str, float]:
-    return {
-        name: (max if name.endswith("_gbps") else min)(probe[name] for probe in probes) for name in probes[0]
-    }
+    return {name: (max if name.endswith("_gbps") else min)(probe[name] for probe in probes) for name in probes[0]}
 
 
 def machine() -> dict[str, Any]:
-    cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
-    flags = next((line for line in open("/proc/cpuinfo") if line.startswith("flags")), "").split()
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    flags = facts.get("flags", "").split()
     return {
-        "cpu": cpu or platform.processor(),
+        "cpu": facts.get("model name", platform.processor()),
         "cores": os.cpu_count(),
         "features": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8") if flag in flags],
         "system": f"{platform.system()} {platform.machine()}",
@@ -157,7 +157,9 @@ def machine() -> dict[str, Any]:
 @click.option("--rounds", default=5, show_default=True, help="How often everything is measured.")
 @click.option("--cpu", default=(os.cpu_count() or 1) - 1, show_default=True, help="The one CPU that every engine uses.")
 @click.option("--lock", type=click.Path(path_type=Path), help="A file to lock while something is timed.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write everything here, raw samples too.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Also write everything here, raw samples too."
+)
 def main(
     engines: str, precisions: str, workloads: str, rounds: int, cpu: int, lock: Path | None, json_path: Path | None
 ) -> None:
@@ -202,8 +204,8 @@ def main(
     for name, info in race.info.items():
         print(f"* {name}: {info['version']}, {info['settings']}")
     print(
-        f"* one core: reads {probe['read_memory_gbps']:.1f} GB/s from memory, {probe['read_model_size_gbps']:.1f} GB/s in a "
-        f"buffer of the model's size; products of 512 tokens {1e3 * probe['products_512_s']:.0f} ms\n"
+        f"* one core: reads {probe['read_memory_gbps']:.1f} GB/s from memory, {probe['read_model_size_gbps']:.1f} GB/s "
+        f"in a buffer of the model's size; products of 512 tokens {1e3 * probe['products_512_s']:.0f} ms\n"
     )
     print(markdown(rows))
 

@@ -1,8 +1,8 @@
-"""What a hand-off costs a user who is alone on the machine: exposed transfer time, by transport, with and without streaming.
+"""What a hand-off costs a user alone on the machine: exposed transfer time by transport, with and without streaming.
 
     python -m benchmarks.handoff [--rounds 5] [--tokens 512,2048,8000] [--json FILE]
 
-One prefill worker in a process of its own on one core; the decode workers on the other. Every round measures, in turn and
+One prefill worker in a process of its own on one core; decode workers on the other. Every round measures in turn and
 with fresh prompts: prefill on the decode worker itself (the rival), then shm and tcp, each streaming layer by layer and
 not. Two figures, since the first token is sent by the prefill side and may be out before its KV has arrived:
 

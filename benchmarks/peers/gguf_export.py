@@ -1,7 +1,7 @@
 """The default model as GGUF files of one precision each, for llama.cpp: BF16, Q8_0, and the package's own Q4_1.
 
-All three hold the weights of the package's Q4_1 file: BF16 and Q8_0 are made from it by dequantising and requantising, so
-that every engine computes with the same numbers (up to the precision compared). Made once, kept in the peers directory.
+All three hold the weights of the package's Q4_1 file: BF16 and Q8_0 are made from it by dequantising and requantising,
+so that every engine computes with the same numbers (up to the precision compared). Made once and kept with the peers.
 """
 
 from __future__ import annotations

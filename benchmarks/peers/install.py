@@ -1,7 +1,7 @@
 """Install the engines we compare with, each in its own environment outside the repository.
 
-``KVBATON_PEERS`` names the directory (default ``~/.cache/kvbaton/peers``). A finished environment carries a stamp with what
-was installed, so a second call returns at once. transformers needs none: it is in the project's own test extra.
+``KVBATON_PEERS`` names the directory (default ``~/.cache/kvbaton/peers``). A finished environment carries a stamp with
+what was installed, so a second call returns at once. transformers needs none: it is in the project's own test extra.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 QUIET = ("-qq", "--disable-pip-version-check", "--no-input")
 
 
-# GCC before 13 declares that loading an AMX tile configuration reads 8 of its 64 bytes, and drops the stores to the rest:
+# GCC before 13 declares that loading an AMX tile configuration reads 8 of its 64 bytes, and drops the other stores:
 # llama.cpp then dies of an illegal instruction at its first quantised product. With this it gets its AMX kernels.
 TILE_CONFIG_FIX = """\
 #if defined(__AMX_TILE__) && defined(__GNUC__) && !defined(__clang__)

@@ -1,7 +1,7 @@
 """llama.cpp behind the benchmark's driver protocol: its C API through llama-cpp-python, one batch per step.
 
-Prefill goes in logical batches of 2,048 tokens, micro-batches of 512 (its default, and the faster one here); the logits of
-the last position only. The samples are greedy, taken outside of the library by numpy.
+Prefill goes in logical batches of 2,048 tokens, micro-batches of 512 (its default, and the faster one here); the logits
+of the last position only. The samples are greedy, taken outside of the library by numpy.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LOAD_DEADLINE_S = 900.0  # a compiled model may take minutes
 CALL_DEADLINE_S = 300.0
 # One thread in every library that keeps a pool of its own.
-ONE_THREAD = {
-    name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-}
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1"
+)
 
 
 class DriverFailed(Exception):
@@ -28,7 +28,7 @@ class DriverProcess:
     """One engine, one process, one CPU."""
 
     def __init__(self, python: Path, module: str, cpu: int) -> None:
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._buffer = b""
         self._process = subprocess.Popen(
             [python, "-m", module],

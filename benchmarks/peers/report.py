@@ -1,7 +1,7 @@
 """Samples of all contenders to medians, ratios and the distance to the hardware's limit; and those to a table.
 
-Ratios are taken within each round, between measurements a few seconds apart, and their median is reported: a machine that
-is slow for a minute is slow for both. Knows nothing about how a sample was measured.
+Ratios are taken within each round, between measurements a few seconds apart, and their median is reported: a machine
+that is slow for a minute is slow for both. Knows nothing about how a sample was measured.
 """
 
 from __future__ import annotations
