@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from topologies import Answer, Fleet, Topology, random_prompts, text_prompts
+from integration.topologies import Answer, Fleet, Topology, random_prompts, text_prompts
 
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.engine.weights import default_model_dir
@@ -59,6 +59,7 @@ def reference_tokens(model_dir: Path, prompts: list[list[int]], num_tokens: int)
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # threads that wait for each other are slow where cores are shared
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     outputs = []
     with torch.inference_mode():
