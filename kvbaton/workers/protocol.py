@@ -1,6 +1,6 @@
 """What a worker is to the code above it: one protocol, the events of one request, and the internal wire structs.
 
-``native.NativeWorker`` implements ``Worker``; adapters for other engines will. Knows nothing about HTTP, text or models.
+``native.NativeWorker`` implements ``Worker``; adapters for other engines will. Knows nothing about HTTP or text.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.types import Fingerprint, GenerateRequest, Role, TokenOutput
 
 
@@ -70,18 +71,6 @@ class WorkerStats(msgspec.Struct, frozen=True):
     num_transfer_failures: int = 0
 
 
-class TextCodec(Protocol):
-    """The tokenizer as this layer uses it (``engine.tokenizer.Tokenizer``)."""
-
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, ids: list[int]) -> str: ...
-    def chat(self, messages: list[dict], tools: list | None = None, add_generation_prompt: bool = True) -> list[int]: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-
 class Worker(Protocol):
     """An engine and its side of the hand-off, in this process."""
 
@@ -91,7 +80,7 @@ class Worker(Protocol):
     fingerprint: Fingerprint
     incarnation: str  # fresh for each life of the process
     kv_port: int  # of the hand-off server; 0 when this role has none
-    tokenizer: TextCodec
+    tokenizer: Tokenizer
 
     async def start(self) -> None: ...
     async def drain(self, deadline_s: float) -> bool: ...
@@ -133,6 +122,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     fingerprint: Fingerprint
     max_context: int  # tokens of prompt and output together that this worker can hold
     block_size: int
+    kv_host: str  # empty: the host of the HTTP address
     kv_port: int
     stats: WorkerStats
 

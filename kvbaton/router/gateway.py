@@ -1,0 +1,374 @@
+"""The router's HTTP face: OpenAI's endpoints for clients, health and metrics for operators, members for ``kvbaton up``.
+
+Each request is parsed, tokenized and checked once, here; a worker gets the client's body with our decision added.
+Invariants: nothing a client wrote decides where a request goes or which key anything has; only listed headers pass on;
+every request leaves one record in the log and in the counters, whatever became of it. Knows nothing about how a
+worker is called or chosen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from kvbaton.clock import Clock
+from kvbaton.config import MemberSettings, RouterSettings
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.kv.blocks import block_hashes
+from kvbaton.observe.log import event as log_event
+from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
+from kvbaton.router.dispatch import Call, Dispatcher, Flight
+from kvbaton.router.lifecycle import Event
+from kvbaton.router.policy import RequestView
+from kvbaton.router.registry import Registry
+from kvbaton.types import LocalError
+from kvbaton.workers.http import (
+    ClientGone,
+    Exchange,
+    OpenRequests,
+    Receive,
+    Scope,
+    Send,
+    clean_request_id,
+    method_not_allowed,
+    not_found,
+)
+from kvbaton.workers.openai_errors import ApiError, bad_request, from_exception, model_not_found, unavailable
+from kvbaton.workers.openai_request import ApiRequest, Endpoint, RequestLimits, output_limits, parse, tokenize
+from kvbaton.workers.openai_response import error_event
+from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, RequestReport
+from kvbaton.workers.server import model_card
+
+log = logging.getLogger(__name__)
+_ENCODER = msgspec.json.Encoder()
+_MEMBERS = msgspec.json.Decoder(list[MemberSettings])
+# What may pass from a client to a worker. Everything else is dropped: credentials, cookies, addresses, hop-by-hop.
+FORWARDED_HEADERS = (b"traceparent", b"tracestate")
+_MAX_FORWARDED_BYTES = 512
+REFUSALS = frozenset({*range(400, 500), 503})  # the client's fault, or no room: not a failure of ours
+
+
+@dataclass(frozen=True)
+class Served:
+    """The one model of the fleet."""
+
+    name: str
+    tokenizer: Tokenizer
+
+
+class Gateway:
+    """The ASGI app of the router."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        served: Served,
+        settings: RouterSettings,
+        key: str,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._registry = registry
+        self._dispatcher = dispatcher
+        self._tokenizer = served.tokenizer
+        self._model_name = served.name
+        self._settings = settings
+        self._key = key.encode()
+        self._metrics = metrics
+        self._clock = clock
+        self._limits = RequestLimits()
+        self._created_s = int(time.time())
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self.state = "serving"
+        self.open = OpenRequests()
+        self.drain_requested = asyncio.Event()
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Unready at once; open requests may end until the deadline, then they end with an error."""
+        self.state = "draining"
+        return await self.open.drained(deadline_s)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "only HTTP is served"
+        exchange = Exchange(scope, receive, send)
+        try:
+            match exchange.path:
+                case "/v1/chat/completions":
+                    await self._generate(exchange, "chat")
+                case "/v1/completions":
+                    await self._generate(exchange, "completions")
+                case path if path.startswith("/internal/"):
+                    await self._internal(exchange)
+                case _:
+                    await self._get(exchange)
+        except ClientGone:
+            return
+        except ApiError as error:
+            await exchange.fail(error)
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    async def _generate(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        if exchange.method != "POST":
+            raise method_not_allowed("POST")
+        request_id = secrets.token_hex(12)
+        flight = Flight(
+            exchange=exchange,
+            request_id=request_id,
+            received_s=self._clock.now_s(),
+            response_headers=[(b"x-kvbaton-request-id", request_id.encode())],
+        )
+        gauge = "kvbaton_router_inflight_requests"
+        failure: ApiError | None = None
+        try:
+            with self.open.one():
+                self._metrics.set(gauge, value=self.open.num)
+                failure = await self._fly(flight, endpoint)
+        except (ClientGone, asyncio.CancelledError):
+            if not flight.lifecycle.ended:
+                flight.lifecycle.on(Event.CLIENT_GONE)
+            raise
+        finally:
+            self._metrics.set(gauge, value=self.open.num)
+            self._record(flight, endpoint, failure)
+
+    async def _fly(self, flight: Flight, endpoint: Endpoint) -> ApiError | None:
+        """Serve it; the error that was answered, if one was."""
+        exchange, settings = flight.exchange, self._settings
+        try:
+            async with self.open.deadline(settings.request_timeout_s):
+                raw = await self._read(flight)
+                await exchange.until_disconnect(self._process(flight, endpoint, raw))
+            return None
+        except ClientGone:
+            raise
+        except Exception as error:
+            failure = from_exception(error)
+            if isinstance(error, TimeoutError) and self.open.cut:
+                failure = unavailable("the router is shutting down", "draining")
+            if failure.code == "internal_error":
+                log.error("request %s failed", flight.request_id, exc_info=error)
+        if not flight.lifecycle.ended:
+            flight.lifecycle.on(Event.FAIL if exchange.started or failure.status not in REFUSALS else Event.REFUSE)
+        if exchange.started:
+            self._metrics.add("kvbaton_router_broken_streams_total")
+            await exchange.end(error_event(failure))
+        else:
+            decided = [(b"x-kvbaton-decision", flight.reason.encode())] if flight.decisions else []
+            await exchange.fail(failure, [*flight.response_headers, *decided])
+        return failure
+
+    async def _read(self, flight: Flight) -> bytes:
+        exchange, settings = flight.exchange, self._settings
+        if self.state != "serving":
+            raise unavailable(f"the router is {self.state}", self.state)
+        if self.open.num > settings.max_inflight:
+            raise ApiError(
+                429, "too many requests at once", type="rate_limit_error", code="too_many_requests", retry_after_s=1
+            )
+        echo = clean_request_id(exchange.headers.get(b"x-request-id"))
+        if echo is not None:
+            flight.client_request_id = echo
+            flight.response_headers.append((b"x-request-id", echo.encode()))
+        return await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
+
+    async def _process(self, flight: Flight, endpoint: Endpoint, raw: bytes) -> None:
+        request = parse(endpoint, raw, self._limits)
+        if request.internal is not None:
+            raise bad_request("kvbaton is not accepted from clients", "kvbaton")
+        if request.model is not None and request.model != self._model_name:
+            raise model_not_found(request.model)
+        max_context = self._registry.max_context
+        if max_context == 0:
+            raise unavailable("no worker takes requests now", "no_workers", retry_after_s=2)
+        if request.text_chars <= self._settings.tokenize_inline_chars:
+            call = self._call(flight, request, raw, max_context)
+        else:
+            loop = asyncio.get_running_loop()
+            call = await loop.run_in_executor(self._threads, self._call, flight, request, raw, max_context)
+        flight.lifecycle.on(Event.ACCEPT)
+        await self._dispatcher.run(flight, call)
+
+    def _call(self, flight: Flight, request: ApiRequest, raw: bytes, max_context: int) -> Call:
+        """Tokenize and check. May run on a thread."""
+        prompts = tokenize(request, self._tokenizer, max_context, self._limits)
+        limits = output_limits(request, prompts, self._tokenizer, max_context)
+        lengths = [len(ids) for ids in prompts]
+        block_tokens = self._settings.index_block_tokens
+        forwarded = {
+            name.decode(): value.decode()
+            for name in FORWARDED_HEADERS
+            if (value := flight.exchange.headers.get(name)) is not None
+            and len(value) <= _MAX_FORWARDED_BYTES
+            and value.isascii()
+        }
+        return Call(
+            path=flight.exchange.path,
+            raw_body=raw,
+            internal=InternalRequest(
+                request_id=flight.request_id,
+                prompt_token_ids=tuple(tuple(ids) for ids in prompts),
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+            ),
+            view=RequestView(
+                num_prompt_tokens=sum(lengths),
+                num_prompts=len(prompts),
+                longest_prompt_tokens=max(lengths),
+                max_total_tokens=max(n + limit for n, limit in zip(lengths, limits, strict=True)),
+            ),
+            chains=tuple(tuple(block_hashes(ids, block_tokens, request.cache_salt)) for ids in prompts),
+            num_sequences=len(prompts) * request.n,
+            stream=request.stream,
+            forward_headers=forwarded,
+        )
+
+    def _record(self, flight: Flight, endpoint: Endpoint, failure: ApiError | None) -> None:
+        """The one log line and the counters of a request."""
+        now_s = self._clock.now_s()
+        metrics, report, reason, outcome = self._metrics, flight.report, flight.reason, flight.lifecycle.outcome
+        metrics.add("kvbaton_router_requests_total", endpoint, reason, outcome)
+        if flight.first_byte_s is not None:
+            metrics.observe("kvbaton_router_ttft_seconds", reason, value=flight.first_byte_s - flight.received_s)
+        if outcome == "ok":
+            metrics.observe("kvbaton_router_request_seconds", reason, value=now_s - flight.received_s)
+        if report is not None:
+            self._count_tokens(flight, report)
+        log_event(log, "request", **record_of(flight, endpoint, failure, now_s))
+
+    def _count_tokens(self, flight: Flight, report: RequestReport) -> None:
+        metrics = self._metrics
+        metrics.add("kvbaton_router_prompt_tokens_total", amount=report.num_prompt_tokens)
+        metrics.add("kvbaton_router_cached_tokens_total", amount=report.num_cached_tokens)
+        metrics.add("kvbaton_router_output_tokens_total", amount=report.num_output_tokens)
+        metrics.add("kvbaton_router_transfer_bytes_total", amount=report.transfer_bytes)
+        if report.transfer_bytes:
+            metrics.add("kvbaton_router_disaggregated_requests_total")
+        foretold = flight.decisions[-1].foretold_cached_tokens
+        metrics.observe("kvbaton_router_prefix_error_tokens", value=abs(foretold - report.num_cached_tokens))
+        if flight.first_byte_s is not None and report.num_output_tokens > 1:
+            gap_s = (flight.last_part_s - flight.first_byte_s) / (report.num_output_tokens - 1)
+            metrics.observe("kvbaton_router_tpot_seconds", flight.reason, value=gap_s)
+
+    # -- everything else -----------------------------------------------------------------------------------------
+
+    async def _get(self, exchange: Exchange) -> None:
+        answer: object
+        match exchange.path:
+            case "/v1/models":
+                answer = {"object": "list", "data": [self._card()]}
+            case "/health":
+                answer = {"status": "ok"}
+            case "/ready":
+                answer = self._ready()
+            case "/fleet":
+                answer = self.fleet()
+            case "/metrics":
+                answer = None
+            case path if path == f"/v1/models/{self._model_name}":
+                answer = self._card()
+            case path if path.startswith("/v1/models/"):
+                raise model_not_found(path.removeprefix("/v1/models/"))
+            case path:
+                raise not_found(path)
+        if exchange.method not in ("GET", "HEAD"):
+            raise method_not_allowed("GET")
+        if answer is not None:
+            await exchange.answer(200, _ENCODER.encode(answer))
+            return
+        self._registry.export()
+        await exchange.answer_text(self._metrics.exposition(), CONTENT_TYPE)
+
+    def _card(self) -> dict[str, object]:
+        return model_card(self._model_name, self._created_s, self._registry.max_context)
+
+    def _ready(self) -> dict[str, object]:
+        if self.state != "serving":
+            raise unavailable(f"the router is {self.state}", self.state)
+        if not self._registry.usable(self._clock.now_s()):
+            raise unavailable("no worker takes requests now", "no_workers")
+        return {"status": "ready"}
+
+    def fleet(self) -> dict[str, object]:
+        """Members and load, for people and programs. Without addresses: this page is as public as the API."""
+        return {
+            "state": self.state,
+            "model": self._model_name,
+            "inflight": self.open.num,
+            "members": [
+                {
+                    "name": member.name,
+                    "role": member.settings.role,
+                    "state": member.state,
+                    "reason": member.reason,
+                    "inflight": member.own_requests,
+                    "dispatched": member.num_dispatched,
+                    "failures": member.num_failures,
+                    "num_requests": member.num_requests,
+                    "queued_tokens": member.queued_tokens,
+                    "incarnation": member.reported.info.incarnation if member.reported is not None else None,
+                    "stats": member.reported.info.stats if member.reported is not None else None,
+                }
+                for member in self._registry.members
+            ],
+        }
+
+    async def _internal(self, exchange: Exchange) -> None:
+        given = exchange.headers.get(INTERNAL_KEY_HEADER, b"")
+        if not self._key or not hmac.compare_digest(given, self._key):
+            raise ApiError(403, "this needs the fleet's internal key", type="permission_error", code="forbidden")
+        match exchange.method, exchange.path:
+            case "PUT", "/internal/members":
+                raw = await exchange.read_body(1024 * 1024, self._settings.body_timeout_s)
+                try:
+                    self._registry.set_members(_MEMBERS.decode(raw))
+                except (msgspec.MsgspecError, LocalError) as error:
+                    raise bad_request(str(error), "members") from None
+                await exchange.answer(200, _ENCODER.encode(self.fleet()))
+            case "POST", "/internal/drain":
+                self.state = "draining"
+                self.drain_requested.set()
+                await exchange.answer(202, b'{"state":"draining"}')
+            case _:
+                raise not_found(exchange.path)
+
+
+def record_of(flight: Flight, endpoint: Endpoint, failure: ApiError | None, now_s: float) -> dict[str, object]:
+    """What the log keeps of a request: the decision with all its terms, the outcome, and the times."""
+
+    def since_ms(at_s: float | None) -> float | None:
+        return None if at_s is None else round((at_s - flight.received_s) * 1e3, 3)
+
+    decision = flight.decisions[-1] if flight.decisions else None
+    return {
+        "request_id": flight.request_id,
+        "client_request_id": flight.client_request_id,
+        "endpoint": endpoint,
+        "outcome": flight.lifecycle.outcome,
+        "states": [state for state, _ in flight.lifecycle.history] + [flight.lifecycle.state],
+        "decision": flight.reason,
+        "prefill": decision.prefill if decision is not None else None,
+        "decode": decision.decode if decision is not None else None,
+        "terms": decision.terms if decision is not None else {},
+        "foretold_cached_tokens": decision.foretold_cached_tokens if decision is not None else 0,
+        "failed_attempts": [
+            {"decision": d.reason, "prefill": d.prefill, "decode": d.decode, "cause": cause}
+            for d, cause in zip(flight.decisions, flight.causes, strict=False)
+        ],
+        "error": {"status": failure.status, "code": failure.code, "message": failure.message} if failure else None,
+        "report": msgspec.to_builtins(flight.report) if flight.report is not None else None,
+        "dispatched_ms": since_ms(flight.dispatched_s),
+        "first_byte_ms": since_ms(flight.first_byte_s),
+        "ended_ms": since_ms(now_s),
+    }

@@ -1,0 +1,72 @@
+"""Looks at every member again and again, and tells the registry what it saw.
+
+Invariants: one task for each member, so a member that hangs delays nobody's poll; every poll has a deadline.
+Knows nothing about requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import aiohttp
+import msgspec
+
+from kvbaton.config import RouterSettings
+from kvbaton.router.registry import Member, Registry
+from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
+
+log = logging.getLogger(__name__)
+_DECODER = msgspec.json.Decoder(WorkerInfo)
+_MAX_INFO_BYTES = 64 * 1024
+
+
+class Monitor:
+    def __init__(self, registry: Registry, session: aiohttp.ClientSession, settings: RouterSettings, key: str) -> None:
+        self._registry = registry
+        self._session = session
+        self._settings = settings
+        self._headers = {INTERNAL_KEY_HEADER.decode(): key} if key else {}
+
+    async def run(self) -> None:
+        """Until cancelled. Members that join get a task, those that left lose theirs."""
+        tasks: dict[Member, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                members = set(self._registry.members)
+                for member in members - set(tasks):
+                    tasks[member] = group.create_task(self._watch(member))
+                for member in set(tasks) - members:
+                    tasks.pop(member).cancel()
+                await asyncio.sleep(self._settings.poll_interval_s)
+
+    async def _watch(self, member: Member) -> None:
+        while True:
+            before = member.state
+            await self.poll(member)
+            if member.state != before:
+                log.warning("worker %s: %s, was %s: %s", member.name, member.state, before, member.reason)
+            await asyncio.sleep(self._settings.poll_interval_s)
+
+    async def poll(self, member: Member) -> None:
+        """One look."""
+        try:
+            async with (
+                asyncio.timeout(self._settings.poll_timeout_s),
+                self._session.get(f"{member.settings.url}/internal/info", headers=self._headers) as response,
+            ):
+                raw = await response.content.read(_MAX_INFO_BYTES)
+                if response.status != 200:
+                    cause = f"answers {response.status}"
+                    cause += ": the internal keys differ" if response.status == 403 else ""
+                    self._registry.poll_failed(member, cause, unreachable=response.status == 403)
+                    return
+            self._registry.answered(member, _DECODER.decode(raw))
+        except aiohttp.ClientConnectorError as error:
+            self._registry.poll_failed(member, f"cannot be reached: {error.os_error.strerror}", unreachable=True)
+        except TimeoutError:
+            self._registry.poll_failed(member, "does not answer polls in time", unreachable=False)
+        except (aiohttp.ClientError, OSError) as error:
+            self._registry.poll_failed(member, f"{type(error).__name__}: {error}", unreachable=False)
+        except msgspec.MsgspecError as error:
+            self._registry.poll_failed(member, f"its answer makes no sense: {error}", unreachable=True)

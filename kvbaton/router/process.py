@@ -1,0 +1,71 @@
+"""The router as a process: members, monitor, gateway, drain.
+
+Knows nothing about signals or command lines, nor about where its members come from: a fleet file, or ``kvbaton up``
+that tells it while it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import aiohttp
+
+from kvbaton.clock import MonotonicClock
+from kvbaton.config import MemberSettings, RouterSettings
+from kvbaton.observe.metrics import Metrics
+from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.gateway import Gateway, Served
+from kvbaton.router.monitor import Monitor
+from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.registry import Registry
+from kvbaton.workers.http import HttpServer, bind
+from kvbaton.workers.process import first_of
+
+log = logging.getLogger(__name__)
+Report = Callable[..., None]
+
+
+def open_session(settings: RouterSettings) -> aiohttp.ClientSession:
+    """Connections to workers. Theirs are kept longer (75 s) than ours, so that none is reused while it closes."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.stall_timeout_s
+        ),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+    )
+
+
+async def run_router(
+    served: Served,
+    members: tuple[MemberSettings, ...],
+    settings: RouterSettings,
+    key: str,
+    stop: asyncio.Event,
+    report: Report,
+) -> bool:
+    """Serve until ``stop``, or until told to drain. True when no request had to be cut off."""
+    metrics, clock = Metrics("router"), MonotonicClock()
+    index = PrefixIndex(settings.index_block_tokens, settings.index_blocks)
+    registry = Registry(members, served.name, index, metrics)
+    listener = bind(settings.host, settings.port)
+    async with open_session(settings) as session:
+        dispatcher = Dispatcher(registry, index, session, settings, key, metrics, clock)
+        gateway = Gateway(registry, dispatcher, served, settings, key, metrics, clock)
+        server = HttpServer(gateway)
+        host, port = listener.getsockname()[:2]
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(Monitor(registry, session, settings, key).run())
+            serving = group.create_task(server.serve(sockets=[listener]))
+            report("ready", host=host, port=port)
+            await first_of(stop.wait(), gateway.drain_requested.wait(), serving)
+            log.info("draining")
+            clean = await gateway.drain(settings.drain_s)
+            watching.cancel()
+            server.end()
+        gateway.close()
+    return clean

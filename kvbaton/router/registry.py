@@ -1,0 +1,241 @@
+"""The workers a router knows: who they are, whether they take requests, and how busy they are.
+
+Invariants: one owner of this state, the router's event loop; what a request holds of a worker is given back when its
+``Hold`` is closed, on whatever path; a worker that restarted (a new incarnation) is a new one, and nothing remembered
+of the old one is kept. Knows nothing about how workers are asked (``monitor``) or which one is chosen (``policy``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+from kvbaton.config import MemberSettings
+from kvbaton.observe.metrics import Metrics
+from kvbaton.router.policy import MemberView
+from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.types import LocalError
+from kvbaton.workers.protocol import PeerAddress, WorkerInfo
+
+MemberState = Literal["unknown", "up", "draining", "down", "mismatch"]
+
+
+@dataclass
+class Reported:
+    """What the worker said last, and what this router had on it at that moment."""
+
+    info: WorkerInfo
+    own_sequences: int
+    own_tokens: int
+
+
+@dataclass(eq=False)
+class Member:
+    settings: MemberSettings
+    state: MemberState = "unknown"
+    reason: str = "not asked yet"  # why it is in this state, in words
+    reported: Reported | None = None  # None until the first answer
+    own_requests: int = 0
+    own_sequences: int = 0
+    own_tokens: int = 0  # prompt tokens sent here whose first token has not come back
+    num_dispatched: int = 0
+    num_failures: int = 0
+    quarantined_until_s: float = 0.0
+    failures_in_row: int = 0
+    holds: set[Hold] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def num_requests(self) -> int:
+        """Reported sequences, corrected by what this router sent and got back since the report."""
+        if self.reported is None:
+            return self.own_sequences
+        return max(0, self.reported.info.stats.num_active + self.own_sequences - self.reported.own_sequences)
+
+    @property
+    def queued_tokens(self) -> int:
+        if self.reported is None:
+            return self.own_tokens
+        return max(0, self.reported.info.stats.waiting_prompt_tokens + self.own_tokens - self.reported.own_tokens)
+
+
+@dataclass(eq=False)
+class Hold:
+    """What one attempt of one request occupies on one worker."""
+
+    member: Member
+    num_sequences: int
+    num_tokens: int
+
+    def first_token(self) -> None:
+        """The prompt is computed: it no longer waits there."""
+        self.member.own_tokens -= self.num_tokens
+        self.num_tokens = 0
+
+
+# A failed call keeps a worker out this long (doubling, up to the last) unless it answers a poll; so one bad answer
+# never blacklists a worker for good.
+QUARANTINE_S = (0.5, 1.0, 2.0, 4.0)
+
+
+class Registry:
+    def __init__(self, settings: Sequence[MemberSettings], model_name: str, index: PrefixIndex, metrics: Metrics):
+        self._model_name = model_name
+        self._index = index
+        self._metrics = metrics
+        self._members: dict[str, Member] = {}
+        self.set_members(settings)
+
+    @property
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def get(self, name: str) -> Member | None:
+        return self._members.get(name)
+
+    def set_members(self, settings: Sequence[MemberSettings]) -> None:
+        """The fleet is now these. Workers that stay keep their state; one at a new address starts over."""
+        names = [s.name for s in settings]
+        if len(set(names)) != len(names) or not all(names):
+            raise LocalError("every worker needs a name of its own", field="workers.name")
+        for name in set(self._members) - set(names):
+            self._forget(self._members.pop(name))
+        for item in settings:
+            known = self._members.get(item.name)
+            if known is None or known.settings != item:
+                if known is not None:
+                    self._forget(known)
+                self._members[item.name] = Member(item)
+
+    def _forget(self, member: Member) -> None:
+        self._index.forget(member.name)
+        role = member.settings.role
+        for name, labels in (
+            ("kvbaton_router_member_up", (member.name, role)),
+            ("kvbaton_router_member_inflight_requests", (member.name, role)),
+            ("kvbaton_router_prefix_index_blocks", (member.name,)),
+        ):
+            self._metrics.forget(name, *labels)
+
+    # -- what was seen of a worker -------------------------------------------------------------------------------
+
+    def answered(self, member: Member, info: WorkerInfo) -> None:
+        """A poll came back."""
+        previous = member.reported
+        if previous is not None and previous.info.incarnation != info.incarnation:
+            self._index.forget(member.name)
+            self._metrics.add("kvbaton_router_member_restarts_total", member.name)
+        member.reported = Reported(info, member.own_sequences, member.own_tokens)
+        member.failures_in_row = 0
+        member.quarantined_until_s = 0.0
+        if info.role != member.settings.role:
+            member.state, member.reason = "mismatch", f"it says its role is {info.role}, not {member.settings.role}"
+        elif info.model_id != self._model_name:
+            member.state, member.reason = "mismatch", f"it serves {info.model_id}, not {self._model_name}"
+        elif info.state == "serving":
+            member.state, member.reason = "up", "answers"
+        else:
+            member.state, member.reason = "draining", f"says it is {info.state}"
+
+    def poll_failed(self, member: Member, cause: str, unreachable: bool) -> None:
+        """One lost poll may be a hiccup; a refused connection or two in a row mean it is down."""
+        member.failures_in_row += 1
+        self._metrics.add("kvbaton_router_member_failures_total", member.name, "poll")
+        if unreachable or member.failures_in_row >= 2:
+            member.state, member.reason = "down", cause
+
+    def call_failed(self, member: Member, cause: str, now_s: float, unreachable: bool = False) -> None:
+        """A request failed there. It is left out for a while, or until it answers a poll."""
+        member.num_failures += 1
+        member.failures_in_row += 1
+        wait_s = QUARANTINE_S[min(member.failures_in_row, len(QUARANTINE_S)) - 1]
+        member.quarantined_until_s = now_s + wait_s
+        self._metrics.add("kvbaton_router_member_failures_total", member.name, cause)
+        if unreachable:
+            member.state, member.reason = "down", "a call could not reach it"
+
+    def says_draining(self, member: Member) -> None:
+        if member.state == "up":
+            member.state, member.reason = "draining", "refused a request because it drains"
+
+    # -- what the policy sees ------------------------------------------------------------------------------------
+
+    @property
+    def has_prefill_pool(self) -> bool:
+        return any(m.settings.role == "prefill" for m in self._members.values())
+
+    def usable(self, now_s: float, excluded: frozenset[str] = frozenset()) -> list[Member]:
+        """Workers that take requests. If every one of a role is only quarantined, better those than none."""
+        up = [m for m in self._members.values() if m.state == "up" and m.name not in excluded]
+        calm = [m for m in up if m.quarantined_until_s <= now_s]
+        roles = {m.settings.role for m in calm}
+        return calm + [m for m in up if m not in calm and m.settings.role not in roles]
+
+    def views(
+        self, chains: Sequence[Sequence[bytes]], now_s: float, excluded: frozenset[str] = frozenset()
+    ) -> list[MemberView]:
+        return [
+            MemberView(
+                name=member.name,
+                role=member.settings.role,
+                num_requests=member.num_requests,
+                queued_tokens=member.queued_tokens,
+                max_context=member.reported.info.max_context,
+                cached_tokens=sum(self._index.matched_tokens(member.name, chain) for chain in chains),
+            )
+            for member in self.usable(now_s, excluded)
+            if member.reported is not None
+        ]
+
+    @property
+    def max_context(self) -> int:
+        """The longest sequence any worker that decodes can hold; 0 when none was heard of."""
+        heard = [m for m in self._members.values() if m.reported is not None and m.state in ("up", "draining")]
+        decoding = [m for m in heard if m.settings.role != "prefill"] or heard
+        return max((m.reported.info.max_context for m in decoding if m.reported is not None), default=0)
+
+    @contextmanager
+    def hold(self, member: Member, num_sequences: int, num_tokens: int) -> Iterator[Hold]:
+        """Account for one attempt on ``member`` until the block is left."""
+        hold = Hold(member, num_sequences, num_tokens)
+        member.own_requests += 1
+        member.own_sequences += num_sequences
+        member.own_tokens += num_tokens
+        member.num_dispatched += 1
+        member.holds.add(hold)
+        try:
+            yield hold
+        finally:
+            member.holds.discard(hold)
+            hold.first_token()
+            member.own_requests -= 1
+            member.own_sequences -= num_sequences
+
+    def peer_address(self, member: Member) -> PeerAddress:
+        """Where decode workers reach this prefill worker's hand-off server."""
+        assert member.reported is not None
+        info = member.reported.info
+        return PeerAddress(info.kv_host or urlsplit(member.settings.url).hostname or "", info.kv_port)
+
+    def export(self) -> None:
+        """Bring the gauges up to date, before a scrape."""
+        for member in self._members.values():
+            labels = (member.name, member.settings.role)
+            self._metrics.set("kvbaton_router_member_up", *labels, value=1.0 if member.state == "up" else 0.0)
+            self._metrics.set("kvbaton_router_member_inflight_requests", *labels, value=member.own_requests)
+            self._metrics.set(
+                "kvbaton_router_prefix_index_blocks", member.name, value=self._index.num_blocks(member.name)
+            )
+
+    def check(self) -> None:
+        """What is held agrees with what is counted; nothing is negative."""
+        for member in self._members.values():
+            assert member.own_requests == len(member.holds)
+            assert member.own_sequences == sum(h.num_sequences for h in member.holds)
+            assert member.own_tokens == sum(h.num_tokens for h in member.holds)

@@ -1,0 +1,223 @@
+"""The HTTP shell that worker and router share: bounded bodies, answers, streams, disconnects, and the server itself.
+
+Raw ASGI, because a splice of bytes needs nothing more. Invariants: a body never takes more memory than its limit, nor
+longer than its deadline; when the client goes away the work for it is cancelled and has ended before the handler
+returns. Knows nothing about models or OpenAI beyond the shape of an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from typing import Any, TypeVar
+
+import uvicorn
+
+from kvbaton.workers.openai_errors import ApiError, bad_request
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+T = TypeVar("T")
+
+JSON_HEADER = (b"content-type", b"application/json")
+SSE_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx holds the stream back
+]
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody is left to answer."""
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.started = False
+        self._receive = receive
+        self._send = send
+
+    async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
+        """The whole body. 413, 415, 408, or ClientGone."""
+        if self.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise ApiError(415, "compressed bodies are not accepted", param="content-encoding")
+        too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+        declared = self.headers.get(b"content-length")
+        if declared is not None and (len(declared) > 18 or int(declared) > max_bytes):
+            raise too_large
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    part = message.get("body", b"")
+                    num_bytes += len(part)
+                    if num_bytes > max_bytes:
+                        raise too_large
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        return parts[0] if len(parts) == 1 else b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
+
+    async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work``; cancel it and raise ClientGone if the client goes away first. The body must have been read."""
+        task = asyncio.ensure_future(work)
+        watcher = asyncio.ensure_future(self._disconnected())
+        try:
+            await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ClientGone
+        finally:
+            task.cancel()
+            watcher.cancel()
+            await asyncio.gather(task, watcher, return_exceptions=True)
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, part: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def end(self, part: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": part, "more_body": False})
+
+    async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(status, [JSON_HEADER, length, *(headers or [])])
+        await self.end(b"" if self.method == "HEAD" else body)
+
+    async def answer_text(self, body: bytes, content_type: bytes) -> None:
+        await self.start(200, [(b"content-type", content_type), (b"content-length", b"%d" % len(body))])
+        await self.end(b"" if self.method == "HEAD" else body)
+
+    async def fail(self, error: ApiError, headers: Headers | None = None) -> None:
+        """Answer with ``error``. A body that was not read makes the connection useless: close it."""
+        unread = error.status in (408, 413, 415)
+        close = [(b"connection", b"close")] if unread else []
+        await self.answer(error.status, error.body(), [*error.headers(), *close, *(headers or [])])
+
+
+class OpenRequests:
+    """Counts requests in flight and can end them all: what a drain waits for, and what it does at its deadline."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.cut = False  # the drain deadline passed; open requests are being ended
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._timeouts: set[asyncio.Timeout] = set()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        self.num += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.num -= 1
+            if self.num == 0:
+                self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def deadline(self, timeout_s: float) -> AsyncIterator[None]:
+        """As ``asyncio.timeout``, and ended by a cut too."""
+        async with asyncio.timeout(timeout_s) as timeout:
+            self._timeouts.add(timeout)
+            try:
+                yield
+            finally:
+                self._timeouts.discard(timeout)
+
+    async def drained(self, deadline_s: float, grace_s: float = 5.0) -> bool:
+        """Wait until none is open; at the deadline let each end with an error. True when none had to be cut."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._idle.wait()
+            return True
+        except TimeoutError:
+            self.cut = True
+        now_s = asyncio.get_running_loop().time()
+        for timeout in self._timeouts:
+            timeout.reschedule(now_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        return False
+
+
+def method_not_allowed(allowed: str) -> ApiError:
+    return ApiError(405, f"use {allowed}", code="method_not_allowed")
+
+
+def not_found(path: str) -> ApiError:
+    return ApiError(404, f"there is nothing at {path[:100]!r}", code="not_found")
+
+
+def clean_request_id(value: bytes | None) -> str | None:
+    """A client's X-Request-Id to echo; it is never used as a key. 400 when it is not something to echo."""
+    if value is None:
+        return None
+    if len(value) > 128 or not value.isascii() or not all(33 <= byte <= 126 and byte != 34 for byte in value):
+        raise bad_request("X-Request-Id must be at most 128 visible ASCII characters without quotes", "x-request-id")
+    return value.decode("ascii")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; ``port`` 0 takes any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the process that runs it decides when to end."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=5,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end(self) -> None:
+        """Stop accepting, let open answers finish for some seconds, then return from ``serve``."""
+        self.should_exit = True

@@ -1,0 +1,75 @@
+"""Errors in OpenAI's shape, and which status each kind of failure gets.
+
+Knows nothing about requests or transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from kvbaton.types import CapacityError, LocalError, RemoteError
+
+_ENCODER = msgspec.json.Encoder()
+
+
+class ApiError(Exception):
+    """One answerable error. ``param`` names the offending field; ``code`` is for programs, ``message`` for people."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        return _ENCODER.encode(
+            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        if self.retry_after_s is None:
+            return []
+        return [(b"retry-after", str(self.retry_after_s).encode())]
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
+    return ApiError(503, message, type="server_error", code=code, retry_after_s=retry_after_s)
+
+
+def model_not_found(name: str) -> ApiError:
+    return ApiError(404, f"the model {name[:100]!r} is not served here", param="model", code="model_not_found")
+
+
+def from_exception(error: BaseException) -> ApiError:
+    """What a client is told about ``error``. Messages of unexpected errors stay in our log."""
+    match error:
+        case ApiError():
+            return error
+        case CapacityError():
+            return unavailable(str(error), "no_capacity")
+        case LocalError() if error.field is not None:
+            return bad_request(str(error), error.field)
+        case RemoteError():  # its text may hold addresses of our network; it is logged, not sent
+            return ApiError(502, "the prefill worker failed", type="server_error", code="prefill_failed")
+        case TimeoutError() | asyncio.TimeoutError():
+            return ApiError(504, "the deadline of the request passed", type="server_error", code="deadline_exceeded")
+        case _:
+            return ApiError(500, "internal error", type="server_error", code="internal_error")

@@ -1,0 +1,438 @@
+"""From the bytes of an OpenAI request to sequences for the engine, or to an error that names the field.
+
+Two steps, so that a router and a worker can share them: ``parse`` checks everything that needs no model, ``resolve``
+checks token ids and lengths against one. Invariants: what is accepted is honoured; a parameter that cannot be honoured
+is refused by name, never dropped. Knows nothing about HTTP or engines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.types import GenerateRequest, SamplingParams
+from kvbaton.workers.openai_errors import ApiError, bad_request
+from kvbaton.workers.protocol import InternalRequest
+
+Endpoint = Literal["chat", "completions"]
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Bounds on what one request may ask for; each is answered with a 400 that names the field."""
+
+    max_prompts: int = 64
+    max_choices: int = 128  # prompts times n
+    max_messages: int = 2048
+    max_stops: int = 16
+    max_stop_chars: int = 1024
+    max_stop_token_ids: int = 256
+    max_logprobs: int = 20
+    max_logit_bias: int = 1024
+    max_chars_per_token: int = 32  # a longer prompt than context x this is refused without tokenizing it
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # OpenAI's padding against side channels; we never pad
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """Every field we know by name. ``None`` is what OpenAI's clients send for "not given"."""
+
+    model: str | None = None
+    messages: list[Message] | None = None
+    prompt: str | list[int | str | list[int]] | None = None  # a list holds one kind only
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    # Known to OpenAI and without effect on the answer here.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+    # Accepted only with the value that changes nothing.
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    use_beam_search: Any = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    kv_transfer_params: Any = None
+    kvbaton: InternalRequest | None = None
+
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """A parsed request. ``sampling.max_tokens`` means something only after ``resolve``."""
+
+    endpoint: Endpoint
+    model: str | None
+    messages: tuple[dict[str, str], ...]
+    prompts: tuple[Prompt, ...]
+    n: int
+    stream: bool
+    include_usage: bool
+    max_tokens: int | None
+    sampling: SamplingParams
+    cache_salt: str
+    priority: int
+    internal: InternalRequest | None
+
+    @property
+    def text_chars(self) -> int:
+        """Characters to tokenize: tells whether to do it off the event loop."""
+        return sum(len(m["content"]) for m in self.messages) + sum(len(p) for p in self.prompts if isinstance(p, str))
+
+
+_ROLES = ("system", "developer", "user", "assistant")
+_CHAT_ONLY = ("messages", "max_completion_tokens", "top_logprobs")
+_COMPLETIONS_ONLY = ("prompt", "best_of", "echo", "suffix")
+# name -> values that change nothing
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "add_special_tokens": (True,),
+}
+_DECODER = msgspec.json.Decoder(Body)
+_PATH = re.compile(r"at `\$\.?([A-Za-z_]\w*)?")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+
+
+def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits) -> ApiRequest:
+    """Everything that can be checked without a model. Raises ApiError 400."""
+    body = _decode(raw)
+    _refuse(endpoint, body)
+    n = 1 if body.n is None else body.n
+    if n < 1:
+        raise bad_request(f"n must be at least 1, got {n}", "n")
+    messages, prompts = (_messages(body, limits), ()) if endpoint == "chat" else ((), _prompts(body, limits))
+    num_choices = n * max(1, len(prompts))
+    if num_choices > limits.max_choices:
+        raise bad_request(f"{num_choices} choices are too many, the limit is {limits.max_choices}", "n")
+    stream = bool(body.stream)
+    if body.stream_options is not None and not stream:
+        raise bad_request("stream_options is only allowed together with stream: true", "stream_options")
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    sampling = _sampling(endpoint, body, max_tokens, limits)
+    return ApiRequest(
+        endpoint=endpoint,
+        model=body.model,
+        messages=messages,
+        prompts=prompts,
+        n=n,
+        stream=stream,
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        max_tokens=max_tokens,
+        sampling=sampling,
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        internal=body.kvbaton,
+    )
+
+
+def tokenize(request: ApiRequest, tokenizer: Tokenizer, max_context: int, limits: RequestLimits) -> list[list[int]]:
+    """Token ids of each prompt. Slow for long texts: call it off the event loop when ``text_chars`` is large."""
+    most = max_context * limits.max_chars_per_token
+    texts = [p for p in request.prompts if isinstance(p, str)] or ["".join(m["content"] for m in request.messages)]
+    for text in texts:
+        if len(text) > most:
+            raise _too_long(f"a prompt of {len(text)} characters cannot fit {max_context} tokens", request)
+    if request.endpoint == "chat":
+        return [tokenizer.chat([dict(m) for m in request.messages])]
+    return [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in request.prompts]
+
+
+def output_limits(
+    request: ApiRequest, prompt_token_ids: Sequence[Sequence[int]], tokenizer: Tokenizer, max_context: int
+) -> list[int]:
+    """max_tokens for each prompt, or ApiError 400: nothing that cannot be computed gets past here."""
+    param = "messages" if request.endpoint == "chat" else "prompt"
+    limits = []
+    for i, ids in enumerate(prompt_token_ids):
+        if not ids:
+            raise bad_request("the prompt is empty: it has no tokens", param, "empty_prompt")
+        from_client = bool(request.prompts) and not isinstance(request.prompts[i], str)
+        if from_client and (min(ids) < 0 or max(ids) >= tokenizer.vocab_size):
+            raise bad_request(f"token ids must be in 0 .. {tokenizer.vocab_size - 1}", param)
+        limits.append(_max_tokens(request, len(ids), max_context))
+    return limits
+
+
+def resolve(
+    request: ApiRequest,
+    prompt_token_ids: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
+    max_context: int,
+    request_id: str,
+    eos_token_ids: tuple[int, ...],
+) -> list[GenerateRequest]:
+    """The sequences to generate, prompt-major: choice ``prompt * n + j``. Raises ApiError 400 before any work."""
+    limits = output_limits(request, prompt_token_ids, tokenizer, max_context)
+    sequences = []
+    for i, (ids, max_tokens) in enumerate(zip(prompt_token_ids, limits, strict=True)):
+        prompt = tuple(ids)
+        for j in range(request.n):
+            sampling = msgspec.structs.replace(request.sampling, max_tokens=max_tokens)
+            if sampling.seed is not None and j > 0:
+                sampling = msgspec.structs.replace(sampling, seed=sampling.seed + j)
+            sequences.append(
+                GenerateRequest(
+                    request_id=f"{request_id}.{i * request.n + j}",
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    cache_salt=request.cache_salt,
+                    priority=request.priority,
+                    eos_token_ids=eos_token_ids,
+                )
+            )
+    return sequences
+
+
+def with_internal(request: ApiRequest, internal: InternalRequest) -> ApiRequest:
+    """What the router decided replaces what the client wrote."""
+    return replace(request, cache_salt=internal.cache_salt, priority=internal.priority)
+
+
+def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_context: int) -> int:
+    room = max_context - num_prompt_tokens
+    asked = request.max_tokens
+    if asked is None:
+        asked = max(1, room) if request.endpoint == "chat" else max(1, min(16, room))
+    if asked > room:
+        raise _too_long(
+            f"this model's maximum context length is {max_context} tokens, but {num_prompt_tokens} prompt tokens "
+            f"plus {asked} to generate were asked for",
+            request,
+        )
+    if request.sampling.min_tokens > asked:
+        raise bad_request(f"min_tokens {request.sampling.min_tokens} is more than max_tokens {asked}", "min_tokens")
+    return asked
+
+
+def _too_long(message: str, request: ApiRequest) -> ApiError:
+    return bad_request(message, "messages" if request.endpoint == "chat" else "prompt", "context_length_exceeded")
+
+
+def _decode(raw: bytes) -> Body:
+    try:
+        return _DECODER.decode(raw)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        unknown = _UNKNOWN.search(text)
+        path = _PATH.search(text)
+        top = path.group(1) if path is not None else None
+        if unknown is not None and top is None:
+            name = unknown.group(1)
+            raise bad_request(f"unrecognized field: {name}", name, "unknown_parameter") from None
+        raise bad_request(f"invalid request: {text}", top) from None
+    except msgspec.DecodeError as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from None
+    except (RecursionError, UnicodeDecodeError):
+        raise bad_request("the body is not valid JSON: nested too deep, or not UTF-8") from None
+
+
+def _refuse(endpoint: Endpoint, body: Body) -> None:
+    for name in _COMPLETIONS_ONLY if endpoint == "chat" else _CHAT_ONLY:
+        if getattr(body, name) is not None:
+            raise bad_request(f"unrecognized field for this endpoint: {name}", name, "unknown_parameter")
+    for name, harmless in _UNSUPPORTED.items():
+        value = getattr(body, name)
+        if value is not None and value not in harmless and not (name == "best_of" and value == body.n):
+            raise bad_request(f"{name} is not supported here", name, "unsupported_parameter")
+    if body.kv_transfer_params is not None:
+        raise bad_request("kv_transfer_params is not accepted from clients", "kv_transfer_params")
+
+
+def _messages(body: Body, limits: RequestLimits) -> tuple[dict[str, str], ...]:
+    if not body.messages:
+        raise bad_request("messages must be a list with at least one message", "messages")
+    if len(body.messages) > limits.max_messages:
+        raise bad_request(f"more than {limits.max_messages} messages", "messages")
+    return tuple(_message(i, message) for i, message in enumerate(body.messages))
+
+
+def _message(i: int, message: Message) -> dict[str, str]:
+    where = f"messages[{i}]"
+    if message.role not in _ROLES:
+        raise bad_request(f"unknown role {message.role!r}; use one of {', '.join(_ROLES)}", f"{where}.role")
+    if message.tool_calls or message.function_call:
+        raise bad_request("tool calls are not supported here", f"{where}.tool_calls", "unsupported_parameter")
+    match message.content:
+        case None:
+            raise bad_request("content must be a string or a list of text parts", f"{where}.content")
+        case str() as text:
+            content = text
+        case parts:
+            for part in parts:
+                if part.type != "text" or part.text is None:
+                    raise bad_request(
+                        f"content parts of type {part.type!r} are not supported; only text is", f"{where}.content"
+                    )
+            content = "\n".join(part.text or "" for part in parts)
+    # "developer" is what newer OpenAI clients call the system message; chat templates know only "system".
+    return {"role": "system" if message.role == "developer" else message.role, "content": content}
+
+
+def _prompts(body: Body, limits: RequestLimits) -> tuple[Prompt, ...]:
+    prompt = body.prompt
+    if prompt is None:
+        raise bad_request("prompt is missing", "prompt")
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not prompt:
+        raise bad_request("the prompt is empty", "prompt", "empty_prompt")
+    kind = type(prompt[0])
+    if any(type(p) is not kind for p in prompt):
+        raise bad_request("prompt must be a list of strings, or of token ids, or of lists of token ids", "prompt")
+    if kind is int:
+        return (tuple(prompt),)  # type: ignore[arg-type]
+    if len(prompt) > limits.max_prompts:
+        raise bad_request(f"{len(prompt)} prompts are too many, the limit is {limits.max_prompts}", "prompt")
+    return tuple(p if isinstance(p, str) else tuple(p) for p in prompt)  # type: ignore[arg-type]
+
+
+def _bounded(name: str, value: float | None, default: float, low: float, high: float) -> float:
+    if value is None:
+        return default
+    if not low <= value <= high:
+        raise bad_request(f"{name} must be between {low:g} and {high:g}, got {value:g}", name)
+    return value
+
+
+def _sampling(endpoint: Endpoint, body: Body, max_tokens: int | None, limits: RequestLimits) -> SamplingParams:
+    if max_tokens is not None and max_tokens < 1:
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        raise bad_request(f"{name} must be at least 1, got {max_tokens}", name)
+    if body.top_p is not None and body.top_p <= 0:
+        raise bad_request(f"top_p must be above 0, got {body.top_p:g}", "top_p")
+    if body.repetition_penalty is not None and body.repetition_penalty <= 0:
+        raise bad_request(f"repetition_penalty must be above 0, got {body.repetition_penalty:g}", "repetition_penalty")
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if len(stop) > limits.max_stops:
+        raise bad_request(f"at most {limits.max_stops} stop strings, got {len(stop)}", "stop")
+    if any(not s or len(s) > limits.max_stop_chars for s in stop):
+        raise bad_request(f"stop strings must have 1 to {limits.max_stop_chars} characters", "stop")
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    if len(stop_token_ids) > limits.max_stop_token_ids or any(t < 0 or t >= 2**31 for t in stop_token_ids):
+        raise bad_request(
+            f"at most {limits.max_stop_token_ids} stop token ids, each a token id of the model", "stop_token_ids"
+        )
+    seed = body.seed
+    if seed is not None:
+        _bounded("seed", seed, 0, -(2**63), 2**63 - 1)
+        seed &= 2**62 - 1  # room for the seeds of further choices
+    return SamplingParams(
+        min_tokens=int(_bounded("min_tokens", body.min_tokens, 0, 0, 2**31)),
+        temperature=_bounded("temperature", body.temperature, 1.0, 0.0, 2.0),
+        top_p=_bounded("top_p", body.top_p, 1.0, 0.0, 1.0),
+        top_k=max(0, int(_bounded("top_k", body.top_k, 0, -1, 2**31))),  # -1 is vLLM's "off"
+        min_p=_bounded("min_p", body.min_p, 0.0, 0.0, 1.0),
+        seed=seed,
+        presence_penalty=_bounded("presence_penalty", body.presence_penalty, 0.0, -2.0, 2.0),
+        frequency_penalty=_bounded("frequency_penalty", body.frequency_penalty, 0.0, -2.0, 2.0),
+        repetition_penalty=_bounded("repetition_penalty", body.repetition_penalty, 1.0, 0.0, 10.0),
+        logit_bias=_logit_bias(body.logit_bias or {}, limits),
+        logprobs=_logprobs(endpoint, body, limits),
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+    )
+
+
+def _logprobs(endpoint: Endpoint, body: Body, limits: RequestLimits) -> int | None:
+    """How many alternatives besides the chosen token; None for no logprobs at all."""
+    if endpoint == "completions":
+        if body.logprobs is None or body.logprobs is False:
+            return None
+        if body.logprobs is True:
+            raise bad_request("logprobs must be a number here", "logprobs")
+        return int(_bounded("logprobs", body.logprobs, 0, 0, limits.max_logprobs))
+    if body.logprobs is not None and not isinstance(body.logprobs, bool):
+        raise bad_request("logprobs must be true or false here; top_logprobs takes the number", "logprobs")
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        return None
+    return int(_bounded("top_logprobs", body.top_logprobs, 0, 0, limits.max_logprobs))
+
+
+def _logit_bias(bias: dict[str, float], limits: RequestLimits) -> dict[int, float]:
+    if len(bias) > limits.max_logit_bias:
+        raise bad_request(f"at most {limits.max_logit_bias} entries", "logit_bias")
+    result = {}
+    for key, value in bias.items():
+        if not key.isascii() or not key.isdigit() or len(key) > 9:
+            raise bad_request(f"keys must be token ids, got {key[:20]!r}", "logit_bias")
+        result[int(key)] = _bounded("logit_bias", value, 0.0, -100.0, 100.0)
+    return result

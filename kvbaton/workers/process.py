@@ -1,0 +1,105 @@
+"""A worker as a process: load, serve, drain, stop.
+
+Invariants: ``report`` says "ready" only when requests are served, with the port that was really bound; a drain refuses new
+requests, lets open ones end, waits for peers that still read offered blocks, and only then ends the process's part.
+Knows nothing about signals or command lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvbaton.config import ModelSettings, WorkerSettings
+from kvbaton.workers.http import HttpServer, bind
+from kvbaton.workers.server import ServerOptions, WorkerServer
+
+log = logging.getLogger(__name__)
+Report = Callable[..., None]
+
+
+def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
+    """Load the model and make the native worker. Imported late: it brings the engine with it."""
+    from kvbaton.engine.engine import EngineConfig
+    from kvbaton.engine.loader import LoadOptions
+    from kvbaton.engine.scheduler import SchedulerConfig
+    from kvbaton.transfer.options import HandoffOptions
+    from kvbaton.workers.native import NativeWorker, WorkerOptions
+
+    load = LoadOptions(
+        model_dir=Path(model.dir) if model.dir else None,
+        dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
+        weights=model.weights,
+        block_size=model.block_size,
+        kv_memory_bytes=model.kv_memory_mib * 1024 * 1024,
+        num_kv_blocks=model.kv_blocks or None,
+        max_context=model.max_context or None,
+        backend=model.backend,
+        device=model.device,
+        num_threads=settings.threads or max(1, len(settings.cores)),
+    )
+    scheduler = SchedulerConfig(
+        max_batch_tokens=settings.chunk_tokens,
+        max_running=settings.max_running,
+        max_context=model.max_context or 1 << 30,
+        max_waiting=settings.max_waiting,
+    )
+    return NativeWorker(
+        load,
+        EngineConfig(scheduler=scheduler, lease_s=settings.lease_s),
+        WorkerOptions(
+            role=settings.role,
+            host=settings.kv_host or settings.host,
+            kv_port=settings.kv_port,
+            handoff=HandoffOptions(transport=settings.transport, lease_s=settings.lease_s),
+        ),
+    )
+
+
+async def run_worker(
+    model: ModelSettings, settings: WorkerSettings, key: str, stop: asyncio.Event, report: Report
+) -> bool:
+    """Serve until ``stop``, or until told to drain over HTTP. True when nothing had to be cut off."""
+    report("progress", message="loading the model")
+    worker = await asyncio.to_thread(make_worker, model, settings)
+    await worker.start()
+    try:
+        listener = bind(settings.host, settings.port)
+        app = WorkerServer(
+            worker,
+            ServerOptions(
+                block_size=model.block_size,
+                eos_token_ids=tuple(worker.loaded.config.eos_token_ids),
+                model_name=model.name,
+                internal_key=key,
+                kv_host=settings.kv_host,
+                max_body_bytes=settings.max_body_bytes,
+            ),
+        )
+        server = HttpServer(app)
+        host, port = listener.getsockname()[:2]
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(server.serve(sockets=[listener]))
+            report("ready", host=host, port=port, backend=worker.loaded.backend, incarnation=worker.incarnation)
+            await first_of(stop.wait(), app.drain_requested.wait(), serving)
+            log.info("draining")
+            clean = await app.drain(settings.drain_s)
+            server.end()
+        return clean
+    finally:
+        await worker.stop()
+
+
+async def first_of(*waits: Any) -> None:
+    """Return when one of ``waits`` is done; those that were not tasks already are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, wait in zip(tasks, waits, strict=True):
+            if task is not wait:
+                task.cancel()

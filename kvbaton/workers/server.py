@@ -1,0 +1,423 @@
+"""A worker's HTTP face: OpenAI's endpoints, health, metrics, and the internal calls of a fleet.
+
+Invariants: a request is refused with a status, or answered, or its stream ends with an error event; the status line is
+not sent before the first token, so that whatever goes wrong until then has its own status; a client that goes away
+takes its sequences with it. The internal object and ``/internal/*`` are honoured only together with the fleet's key.
+Knows nothing about how the worker computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvbaton.clock import Clock, MonotonicClock
+from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
+from kvbaton.types import GenerateRequest, TokenOutput
+from kvbaton.workers.http import (
+    JSON_HEADER,
+    SSE_HEADERS,
+    ClientGone,
+    Exchange,
+    OpenRequests,
+    Receive,
+    Scope,
+    Send,
+    clean_request_id,
+    method_not_allowed,
+    not_found,
+)
+from kvbaton.workers.openai_errors import ApiError, bad_request, from_exception, unavailable
+from kvbaton.workers.openai_request import (
+    ApiRequest,
+    Endpoint,
+    RequestLimits,
+    parse,
+    resolve,
+    tokenize,
+    with_internal,
+)
+from kvbaton.workers.openai_response import DONE, REPORT_PREFIX, Answer, Choice, error_event
+from kvbaton.workers.protocol import (
+    INTERNAL_KEY_HEADER,
+    Admitted,
+    Finished,
+    InternalRequest,
+    RequestReport,
+    Worker,
+    WorkerInfo,
+)
+
+log = logging.getLogger(__name__)
+_ENCODER = msgspec.json.Encoder()
+REPORT_HEADER = b"x-kvbaton-report"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    block_size: int
+    eos_token_ids: tuple[int, ...] = ()  # of the model's configuration, besides the tokenizer's own
+    model_name: str = ""  # empty: the worker's own
+    internal_key: str = ""
+    kv_host: str = ""  # where peers find the hand-off server; empty: where they find this one
+    max_body_bytes: int = 16 * 1024 * 1024
+    body_timeout_s: float = 30.0
+    request_timeout_s: float = 600.0
+    tokenize_inline_chars: int = 4096
+    limits: RequestLimits = field(default_factory=RequestLimits)
+
+
+class WorkerServer:
+    """The ASGI app over one started ``Worker``."""
+
+    def __init__(self, worker: Worker, options: ServerOptions, clock: Clock | None = None) -> None:
+        self.worker = worker
+        self.options = options
+        self.model_name = options.model_name or worker.model_id
+        self.metrics = Metrics("worker", role=worker.role, stats=worker.stats)
+        self._eos_token_ids = tuple({*options.eos_token_ids, *worker.tokenizer.eos_token_ids})
+        self.state = "serving"
+        self._clock = clock or MonotonicClock()
+        self._created_s = int(time.time())
+        self._internal_ids: set[str] = set()
+        self.open = OpenRequests()
+        self.drain_requested = asyncio.Event()
+
+    @property
+    def max_context(self) -> int:
+        """What one sequence may use: the model's limit, or the whole pool if that is less."""
+        pool_tokens = self.worker.stats().num_blocks * self.options.block_size
+        return min(self.worker.max_context, pool_tokens) if pool_tokens else self.worker.max_context
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Refuse new requests, let open ones end, then let the worker release what peers hold. True when all ended."""
+        self.state = "draining"
+        deadline = self._clock.now_s() + deadline_s
+        ended = await self.open.drained(deadline_s)
+        released = await self.worker.drain(max(0.0, deadline - self._clock.now_s()))
+        return ended and released
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "only HTTP is served"
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._route(exchange)
+        except ClientGone:
+            return
+        except Exception as error:
+            if exchange.started:
+                raise
+            await exchange.fail(from_exception(error) if isinstance(error, ApiError) else self._unexpected(error))
+
+    def _unexpected(self, error: Exception) -> ApiError:
+        answer = from_exception(error)
+        if answer.code == "internal_error":
+            log.error("request failed", exc_info=error)
+        elif answer.status >= 500:
+            log.warning("request failed: %s", error)
+        return answer
+
+    async def _route(self, exchange: Exchange) -> None:
+        match exchange.path:
+            case "/v1/chat/completions":
+                await self._counted(exchange, "chat")
+            case "/v1/completions":
+                await self._counted(exchange, "completions")
+            case "/internal/drain":
+                self._need(exchange, "POST")
+                self._authorize(exchange)
+                self.state = "draining"
+                self.drain_requested.set()
+                await exchange.answer(202, b'{"state":"draining"}')
+            case _:
+                await self._get(exchange)
+
+    async def _get(self, exchange: Exchange) -> None:
+        match exchange.path:
+            case "/v1/models":
+                answer: object = {"object": "list", "data": [self._card()]}
+            case "/health":
+                answer = {"status": "ok"}
+            case "/ready":
+                self._need(exchange, "GET")
+                if self.state != "serving":
+                    raise unavailable(f"the worker is {self.state}", self.state)
+                answer = {"status": "ready"}
+            case "/metrics":
+                self._need(exchange, "GET")
+                await exchange.answer_text(self.metrics.exposition(), CONTENT_TYPE)
+                return
+            case "/internal/info":
+                self._authorize(exchange)
+                answer = self.info()
+            case path if path == f"/v1/models/{self.model_name}":
+                answer = self._card()
+            case path:
+                raise not_found(path)
+        self._need(exchange, "GET")
+        await exchange.answer(200, _ENCODER.encode(answer))
+
+    def _card(self) -> dict[str, object]:
+        return model_card(self.model_name, self._created_s, self.max_context)
+
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(
+            state=self.state,
+            role=self.worker.role,
+            model_id=self.model_name,
+            incarnation=self.worker.incarnation,
+            fingerprint=self.worker.fingerprint,
+            max_context=self.max_context,
+            block_size=self.options.block_size,
+            kv_host=self.options.kv_host,
+            kv_port=self.worker.kv_port,
+            stats=self.worker.stats(),
+        )
+
+    @staticmethod
+    def _need(exchange: Exchange, method: str) -> None:
+        if exchange.method != method and not (method == "GET" and exchange.method == "HEAD"):
+            raise method_not_allowed(method)
+
+    def _has_key(self, exchange: Exchange) -> bool:
+        key = self.options.internal_key.encode()
+        return bool(key) and hmac.compare_digest(exchange.headers.get(INTERNAL_KEY_HEADER, b""), key)
+
+    def _authorize(self, exchange: Exchange) -> None:
+        if not self._has_key(exchange):
+            raise ApiError(403, "this needs the fleet's internal key", type="permission_error", code="forbidden")
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    async def _counted(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        """Serve one generation and count it. In-flight bookkeeping is tied to this frame, so it cannot leak."""
+        self._need(exchange, "POST")
+        outcome = "error"
+        gauge = "kvbaton_worker_inflight_requests"
+        try:
+            with self.open.one():
+                self.metrics.set(gauge, self.worker.role, value=self.open.num)
+                outcome = await self._serve(exchange, endpoint)
+        except (ClientGone, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
+        except ApiError as error:
+            outcome = "client_error" if error.status < 500 else "error"
+            raise
+        finally:
+            self.metrics.set(gauge, self.worker.role, value=self.open.num)
+            self.metrics.add("kvbaton_worker_requests_total", self.worker.role, outcome)
+
+    async def _serve(self, exchange: Exchange, endpoint: Endpoint) -> str:
+        options = self.options
+        echo = clean_request_id(exchange.headers.get(b"x-request-id"))
+        raw = await exchange.read_body(options.max_body_bytes, options.body_timeout_s)
+        request = parse(endpoint, raw, options.limits)
+        internal = self._internal(exchange, request)
+        if self.state != "serving":
+            raise unavailable(f"the worker is {self.state}", self.state)
+        if request.model is not None and request.model != self.model_name:
+            raise ApiError(
+                404, f"the model {request.model[:100]!r} is not served here", param="model", code="model_not_found"
+            )
+        request_id = internal.request_id if internal is not None else secrets.token_hex(12)
+        prompts = internal.prompt_token_ids if internal is not None else await self._tokenize(request)
+        if internal is not None:
+            request = with_internal(request, internal)
+        sequences = resolve(request, prompts, self.worker.tokenizer, self.max_context, request_id, self._eos_token_ids)
+        generation = Generation(self, exchange, request, internal, request_id, sequences, echo)
+        with self._unique(internal):
+            return await exchange.until_disconnect(generation.run())
+
+    def _internal(self, exchange: Exchange, request: ApiRequest) -> InternalRequest | None:
+        internal = request.internal
+        if internal is None:
+            return None
+        if not self._has_key(exchange):
+            raise bad_request("kvbaton is not accepted from clients", "kvbaton")
+        num_prompts = max(1, len(request.prompts))
+        if len(internal.prompt_token_ids) != num_prompts:
+            raise bad_request("kvbaton.prompt_token_ids must have one list for each prompt", "kvbaton")
+        return internal
+
+    @contextlib.contextmanager
+    def _unique(self, internal: InternalRequest | None):  # type: ignore[no-untyped-def]
+        """Two calls with one internal id would share engine state: the second is refused."""
+        if internal is None:
+            yield
+            return
+        if internal.request_id in self._internal_ids:
+            raise ApiError(409, "this request id is in flight already", param="kvbaton", code="duplicate_request")
+        self._internal_ids.add(internal.request_id)
+        try:
+            yield
+        finally:
+            self._internal_ids.discard(internal.request_id)
+
+    async def _tokenize(self, request: ApiRequest) -> list[list[int]]:
+        arguments = (request, self.worker.tokenizer, self.max_context, self.options.limits)
+        if request.text_chars <= self.options.tokenize_inline_chars:
+            return tokenize(*arguments)
+        return await asyncio.to_thread(tokenize, *arguments)
+
+    def observe(self, report: RequestReport) -> None:
+        """Phase times of one finished request."""
+        role, path = self.worker.role, report.path
+        self.metrics.observe("kvbaton_worker_queue_seconds", role, path, value=report.queue_s)
+        self.metrics.observe("kvbaton_worker_prefill_seconds", role, path, value=report.prefill_s)
+        if report.transfer_bytes:
+            self.metrics.observe("kvbaton_worker_transfer_seconds", role, value=report.transfer_s)
+            self.metrics.observe("kvbaton_worker_exposed_transfer_seconds", role, value=report.exposed_s)
+
+
+class Generation:
+    """One request's sequences, from the worker's events to the client's bytes."""
+
+    def __init__(
+        self,
+        server: WorkerServer,
+        exchange: Exchange,
+        request: ApiRequest,
+        internal: InternalRequest | None,
+        request_id: str,
+        sequences: list[GenerateRequest],
+        echo: str | None,
+    ) -> None:
+        self._server = server
+        self._exchange = exchange
+        self._request = request
+        self._internal = internal
+        self._sequences = sequences
+        self._headers = [(b"x-kvbaton-request-id", request_id.encode())]
+        if echo is not None:
+            self._headers.append((b"x-request-id", echo.encode()))
+        self._answer = Answer(
+            endpoint=request.endpoint,
+            response_id=("chatcmpl-" if request.endpoint == "chat" else "cmpl-") + request_id,
+            model=server.model_name,
+            created_s=int(time.time()),
+            tokenizer=server.worker.tokenizer,
+            include_usage=request.include_usage,
+        )
+        self._admitted: dict[int, Admitted] = {}
+        self._finished: list[Finished] = []
+        self._write_lock = asyncio.Lock()
+
+    async def run(self) -> str:
+        """The outcome for the counters. Raises only while nothing has been sent."""
+        timeout_s = self._server.options.request_timeout_s
+        if self._internal is not None:
+            timeout_s = min(timeout_s, self._internal.deadline_s)
+        try:
+            async with self._server.open.deadline(timeout_s):
+                if len(self._sequences) == 1:
+                    await self._pump(0, self._sequences[0], timeout_s)
+                else:
+                    async with asyncio.TaskGroup() as group:
+                        for index, sequence in enumerate(self._sequences):
+                            group.create_task(self._pump(index, sequence, timeout_s))
+                await self._complete()
+            return "ok"
+        except Exception as error:
+            cause = _first(error)
+            if isinstance(cause, TimeoutError) and self._server.open.cut:
+                cause = unavailable("the worker is shutting down", "draining")
+            if not self._exchange.started:
+                raise cause from None
+            answer = self._server._unexpected(cause)
+            log.warning("stream broken: %s", cause)
+            await self._exchange.end(error_event(answer))
+            return "error"
+
+    async def _pump(self, index: int, sequence: GenerateRequest, deadline_s: float) -> None:
+        choice = Choice(index, sequence.sampling, self._server.worker.tokenizer)
+        prefill = self._internal.prefill if self._internal is not None else None
+        async with contextlib.aclosing(
+            self._server.worker.generate(sequence, prefill=prefill, deadline_s=deadline_s)  # type: ignore[type-var]
+        ) as events:
+            async for event in events:
+                match event:
+                    case TokenOutput():
+                        await self._token(choice, event)
+                        if choice.finish_reason is not None and event.finish_reason is None:
+                            return  # a stop string: leaving closes the iterator, which aborts the sequence
+                    case Admitted():
+                        self._admit(index, event)
+                    case Finished():
+                        self._finished.append(event)
+        if choice.finish_reason is None:
+            raise ApiError(500, "generation ended early", type="server_error", code="internal_error")
+
+    def _admit(self, index: int, admitted: Admitted) -> None:
+        self._admitted[index] = admitted
+        if index % self._request.n == 0:  # each prompt counts once, however many choices it has
+            self._answer.usage.num_prompt_tokens += admitted.num_prompt_tokens
+            self._answer.usage.num_cached_tokens += admitted.num_cached_tokens
+
+    async def _token(self, choice: Choice, output: TokenOutput) -> None:
+        delta = choice.push(output)
+        self._answer.usage.num_output_tokens += 1
+        if not self._request.stream:
+            self._answer.add(delta)
+            return
+        events = self._answer.events(delta)
+        if not events:
+            return
+        async with self._write_lock:
+            if not self._exchange.started:
+                await self._exchange.start(200, [*SSE_HEADERS, *self._headers])
+            await self._exchange.write(events)
+
+    async def _complete(self) -> None:
+        report = self._report()
+        self._server.observe(report)
+        if self._request.stream:
+            # The last part in one write, so that the router finds our comment at a known place.
+            comment = REPORT_PREFIX + _ENCODER.encode(report) + b"\n\n" if self._internal is not None else b""
+            await self._exchange.end(self._answer.last_events() + comment + DONE)
+            return
+        headers = list(self._headers)
+        if self._internal is not None:
+            headers.append((REPORT_HEADER, _ENCODER.encode(report)))
+        body = self._answer.whole()
+        await self._exchange.start(200, [JSON_HEADER, (b"content-length", b"%d" % len(body)), *headers])
+        await self._exchange.end(body)
+
+    def _report(self) -> RequestReport:
+        admitted, finished, usage = self._admitted.values(), self._finished, self._answer.usage
+        return RequestReport(
+            path="remote" if any(a.path == "remote" for a in admitted) else "local",
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_cached_tokens=usage.num_cached_tokens,
+            num_remote_tokens=sum(a.num_remote_tokens for a in admitted),
+            num_output_tokens=usage.num_output_tokens,
+            transfer_bytes=sum(f.transfer_bytes for f in finished),
+            queue_s=max((f.queue_s for f in finished), default=0.0),
+            prefill_s=max((f.prefill_s for f in finished), default=0.0),
+            transfer_s=max((f.transfer_s for f in finished), default=0.0),
+            exposed_s=max((f.exposed_s for f in finished), default=0.0),
+        )
+
+
+def model_card(name: str, created_s: int, max_context: int) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "kvbaton",
+        "max_model_len": max_context,
+    }
+
+
+def _first(error: Exception) -> Exception:
+    """The cause inside the group that a TaskGroup raises."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
