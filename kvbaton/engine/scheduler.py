@@ -96,6 +96,10 @@ class Scheduler:
         self._num_held = 0
         self._num_arrived = 0
         self._backlog_tokens = 0
+        # Who was last refused for want of blocks, and how much room there must be before another look can succeed:
+        # matching a long prompt anew in every step would cost more than the step's planning.
+        self._refused: Sequence | None = None
+        self._refused_until = 0
 
     # -- load ----------------------------------------------------------------------------------------------------
 
@@ -243,18 +247,14 @@ class Scheduler:
         prefills: list[Sequence] = []
         preempted: list[Sequence] = []
         block_size = self._block_size
-        running = self._running
-        index = 0
-        while index < len(running):  # preemption shortens the list behind the index
-            seq = running[index]
-            index += 1
+        for index, seq in enumerate(self._running):  # preemption shortens the list, but only behind seq
             if seq.prefilling:
                 prefills.append(seq)
                 continue
             start = seq.num_computed
-            if start == len(seq.blocks) * block_size and not self._grow(seq, index - 1, preempted):
-                index -= 1  # seq itself was preempted; another took its place in the list
-                continue
+            if start == len(seq.blocks) * block_size and not self._grow(seq, index, preempted):
+                prefills.extend(self._running[index:])  # nobody behind it could be preempted: all prefill_only
+                break
             items.append(StepItem(seq, start, 1, True))
         return items, prefills, preempted
 
@@ -290,9 +290,15 @@ class Scheduler:
         """Move the first waiting sequence to running, with blocks for all its tokens; False if there is no room."""
         if len(self._running) + self._num_receiving >= self.config.max_running:
             return False
+        headroom = self._headroom()
+        room = self.blocks.num_free + self.blocks.num_gained - headroom
+        if self._refused is seq and room < self._refused_until:
+            return False
         matched = self._match(seq)
         num_fresh = self.blocks.blocks_for(seq.num_tokens) - len(matched)
-        if num_fresh + self._headroom() > self.blocks.num_takable(matched):
+        num_lacking = num_fresh + headroom - self.blocks.num_takable(matched)
+        if num_lacking > 0:
+            self._refused, self._refused_until = seq, room + num_lacking
             return False
         del self._waiting[0]
         self._take_blocks(seq, matched, num_fresh)
@@ -314,7 +320,7 @@ class Scheduler:
         if not self.blocks.prefix_caching:
             return []
         num_matchable = (seq.num_tokens - 1) // self._block_size  # the last token is always computed
-        return self.blocks.match(seq.hashes_of(num_matchable, self._block_size))
+        return self.blocks.match(seq.hashes_of(num_matchable, self._block_size)[:num_matchable])
 
     def _take_blocks(self, seq: Sequence, matched: list[int], num_fresh: int) -> None:
         self.blocks.acquire(matched)
@@ -355,16 +361,45 @@ class Scheduler:
                 self._finish(seq)
                 num_left += 1
             else:
-                assert seq.num_output_tokens < seq.request.sampling.max_tokens, "the sampler went past max_tokens"
+                assert seq.num_tokens < seq.max_num_tokens, "the sampler went past max_tokens"
         if num_left:
             self._running = [seq for seq in self._running if seq.state == "running"]
+
+    def steps_alike(self, plan: StepPlan) -> int:
+        """How often ``plan``, nothing but decodes, would be planned again in a row as long as nobody comes or goes.
+
+        The last of those steps may finish a sequence; none of them preempts or admits. At least 1.
+        """
+        items = plan.items
+        assert items and plan.num_decodes == len(items) and not plan.preempted
+        steps = min(item.seq.request.sampling.max_tokens - item.seq.num_output_tokens for item in items)
+        block_size = self._block_size
+        num_wanted = sum(max(0, -(-(i.start + steps) // block_size) - len(i.seq.blocks)) for i in items)
+        if num_wanted > self.blocks.num_free:
+            steps = min(steps, *(len(i.seq.blocks) * block_size - i.start for i in items))
+        return max(1, steps)
+
+    def complete_alike(self, plan: StepPlan, steps: int, sampled: Mapping[str, TokenOutput]) -> None:
+        """``plan`` ran ``steps`` times in a row (at most ``steps_alike``); ``sampled`` has the last step's tokens.
+
+        For simulators, to which the tokens in between mean nothing: the state is that of so many single steps.
+        """
+        items = []
+        for start, seq in ((item.start, item.seq) for item in plan.items):
+            seq.output_token_ids.extend([0] * (steps - 1))
+            seq.num_tokens += steps - 1
+            num_fresh = self.blocks.blocks_for(start + steps) - len(seq.blocks)
+            if num_fresh > 0:
+                seq.blocks.extend(self.blocks.allocate(num_fresh))
+            items.append(StepItem(seq, start, steps, True))
+        self.complete(StepPlan(tuple(items), (), len(items), 0), sampled)
 
     def _publish(self, seq: Sequence) -> None:
         """Offer the blocks that became full to the prefix cache."""
         num_full = seq.num_computed // self._block_size
         if self.blocks.prefix_caching:
             hashes = seq.hashes_of(num_full, self._block_size)
-            for index in range(seq.num_published, len(hashes)):
+            for index in range(seq.num_published, min(num_full, len(hashes))):
                 self.blocks.publish(seq.blocks[index], hashes[index])
         seq.num_published = num_full
 
@@ -400,6 +435,8 @@ class Scheduler:
         return True
 
     def _finish(self, seq: Sequence) -> None:
+        if self._refused is seq:
+            self._refused = None
         self._drop_blocks(seq)
         seq.state = "finished"
         del self._sequences[seq.request_id]

@@ -1,0 +1,362 @@
+"""The event simulator: the live router's policy and lifecycle, the live scheduler and block manager, a virtual clock.
+
+    arrival -> (queue at the router while nobody has room) -> decide -> local:  worker's queue
+                                                                     -> remote: decode reserves, prefill computes chunk
+                                                                        by chunk, links carry them, decode goes on
+
+Nothing that decides is written here again: ``policy.decide`` routes, ``Lifecycle`` allows or forbids, ``Scheduler``
+batches, ``BlockManager`` caches and evicts, ``control.decide`` scales. Time comes from step and link models only.
+Links serve chunks first come, first served; each worker has one in and one out, and there may be one shared by all.
+
+Invariants: the same arguments give the same bytes; events at one time run in the order they were made; every request
+ends in a terminal state. Knows nothing about files, hardware names or SLOs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from itertools import count
+
+from kvbaton.engine.sequence import Mode, Sequence
+from kvbaton.plan.sim_incidents import Fleet
+from kvbaton.plan.sim_record import GapHistogram, Record
+from kvbaton.plan.sim_result import SimResult, collect
+from kvbaton.plan.sim_spec import FleetSpec, Incidents
+from kvbaton.plan.sim_worker import TOKEN, Chunk, SimWorker
+from kvbaton.plan.workload import Trace, TraceRequest
+from kvbaton.router.lifecycle import Event, State
+from kvbaton.router.policy import Decision, NoWorker, RequestView, decide
+from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.types import CapacityError, GenerateRequest, LocalError, SamplingParams
+
+
+class Simulation:
+    """One fleet, one trace, one run."""
+
+    def __init__(self, fleet: FleetSpec, trace: Trace, incidents: Incidents = Incidents()) -> None:
+        self.spec = fleet
+        self.incidents = incidents
+        self.records: dict[str, Record] = {}
+        self.gaps = GapHistogram()
+        self.now_s = 0.0
+        self.num_unfinished = 0
+        self._events: list[tuple[float, int, str, tuple]] = []
+        self._order = count()
+        self._turn = 0
+        self._queue: deque[Record] = deque()
+        self._shared_free_s = 0.0
+        self.wire_bytes = 0
+        self.fleet = Fleet(fleet, incidents, self.records, self.gaps)
+        self._index = PrefixIndex(self._block_size, self._index_blocks)
+        self._load(trace)
+
+    @property
+    def _block_size(self) -> int:
+        sizes = {pool.worker.block_size for pool in self.spec.pools}
+        if len(sizes) != 1:
+            raise LocalError(f"pools with different block sizes {sorted(sizes)}", field="block_size")
+        return sizes.pop()
+
+    @property
+    def _index_blocks(self) -> int:
+        return max(pool.worker.num_blocks for pool in self.spec.pools)
+
+    def _load(self, trace: Trace) -> None:
+        """All arrivals as events. Trace blocks become hashes of the workers' own block size."""
+        size = self._block_size
+        per_block = 0
+        if trace.block_tokens is not None:
+            if trace.block_tokens % size:
+                raise LocalError(
+                    f"trace blocks of {trace.block_tokens} tokens are no multiple of the block size {size}",
+                    field="block_size",
+                    fix="choose a divisor",
+                )
+            per_block = trace.block_tokens // size
+        cache: dict[int, bytes] = {}
+        for index, request in enumerate(trace.requests):
+            record = Record(
+                f"r{index}", request.arrival_s, request.prompt_tokens, request.output_tokens,
+                _hashes(request, per_block, size, cache),
+            )  # fmt: skip
+            self.records[record.request_id] = record
+            self._push(request.arrival_s + self.spec.admission_s, "arrive", record)
+        self.num_unfinished = len(self.records)
+
+    def _push(self, at_s: float, kind: str, *what: object) -> None:
+        heappush(self._events, (at_s, next(self._order), kind, what))
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self) -> SimResult:
+        """Until every request has ended."""
+        for at_s, kind, what in self.fleet.first_events():
+            self._push(at_s, kind, *what)
+        handlers = {
+            "arrive": self._arrive, "step": self._step_over, "landed": self._landed, "down": self._down, "up": self._up,
+            "scale": self._scale, "give_up": self._give_up,
+        }  # fmt: skip
+        while self._events and self.num_unfinished:
+            self.now_s, _, kind, what = heappop(self._events)
+            handlers[kind](*what)
+        for record in self.records.values():
+            if not record.lifecycle.ended:  # nobody is left who could serve it
+                self._end(record, Event.REFUSE)
+        return collect(self.spec, self.records.values(), self.fleet, self.gaps, self.now_s, self.wire_bytes)
+
+    def _arrive(self, record: Record) -> None:
+        record.lifecycle.on(Event.ACCEPT)
+        if self.incidents.give_up_s is not None:
+            self._push(record.arrival_s + self.incidents.give_up_s, "give_up", record)
+        if len(self._queue) >= self.spec.max_queued:
+            self._end(record, Event.REFUSE)
+        elif self._queue or not self._dispatch(record):
+            self._queue.append(record)
+
+    def _drain_queue(self) -> None:
+        while self._queue:  # only its head is tried: nobody overtakes
+            record = self._queue[0]
+            if not record.lifecycle.ended and not self._dispatch(record):
+                return
+            self._queue.popleft()
+
+    # -- routing ---------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, record: Record) -> bool:
+        """Route a request. False: it must wait until somebody has room."""
+        if record.lifecycle.ended:
+            return True
+        members = self.fleet.views(record, self._index)
+        view = RequestView(
+            num_prompt_tokens=record.prompt_tokens,
+            num_prompts=1,
+            longest_prompt_tokens=record.prompt_tokens,
+            max_total_tokens=record.prompt_tokens + record.output_tokens,
+        )
+        try:
+            decision = decide(view, members, self.spec.policy, self._turn, self.spec.split)
+        except NoWorker:
+            if self.fleet.anybody_to_come:
+                return False
+            self._end(record, Event.REFUSE)
+            return True
+        self._turn += 1
+        try:
+            if not self._place(record, decision):
+                return False
+        except CapacityError:
+            return False
+        except LocalError:
+            self._end(record, Event.REFUSE)  # it can never fit there
+            return True
+        record.lifecycle.on(Event.DISPATCH)
+        record.attempt += 1
+        record.reason = decision.reason
+        record.prefill, record.decode = decision.prefill, decision.decode
+        for name in (decision.prefill, decision.decode):
+            if name is not None:
+                self._index.record(name, record.hashes)
+        return True
+
+    def _place(self, record: Record, decision: Decision) -> bool:
+        target = self.fleet.workers[decision.decode]
+        self._settle(target)
+        if decision.prefill is None:
+            target.scheduler.add(self._sequence(record, "full"))
+            target.active[record.request_id] = record
+            self._kick(target)
+            return True
+        source = self.fleet.workers[decision.prefill]
+        record.have_tokens = target.scheduler.reserve_import(self._sequence(record, "import"))
+        self._settle(source)
+        try:
+            source.scheduler.add(self._sequence(record, "prefill_only"))
+        except LocalError:
+            target.scheduler.import_failed(record.request_id)
+            raise
+        record.ready_s = 0.0
+        source.active[record.request_id] = target.active[record.request_id] = record
+        self._kick(source)
+        return True
+
+    def _sequence(self, record: Record, mode: Mode) -> Sequence:
+        request = GenerateRequest(record.request_id, (), SamplingParams(max_tokens=record.output_tokens))
+        return Sequence(request, mode, record.prompt_tokens, record.hashes)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _settle(self, worker: SimWorker) -> None:
+        if worker.settle(self.now_s):
+            self._push(worker.end_s, "step", worker, worker.incarnation)
+
+    def _kick(self, worker: SimWorker) -> None:
+        if not worker.busy and worker.begin(self.now_s):
+            self._push(worker.end_s, "step", worker, worker.incarnation)
+
+    def _step_over(self, worker: SimWorker, incarnation: int) -> None:
+        if incarnation != worker.incarnation:
+            return
+        outcome = worker.finish_step()
+        for record in outcome.finished:
+            worker.active.pop(record.request_id, None)
+            record.finish_s = self.now_s
+            self._end(record, Event.COMPLETE)
+        for chunk in outcome.chunks:
+            self._send(worker, chunk)
+        for record, seq in outcome.prefilled:
+            self._first_token(worker, record, seq)
+        self._kick(worker)
+        if self._queue and (outcome.finished or outcome.prefilled):
+            self._drain_queue()
+        self.fleet.retire_if_idle(worker, self.now_s)
+
+    # -- hand-off --------------------------------------------------------------------------------------------------
+
+    def _send(self, source: SimWorker, chunk: Chunk) -> None:
+        """The links carry what the chunk made ready: layer by layer while it was computed, or all of it now."""
+        record, handoff = chunk.record, self.spec.handoff
+        assert handoff is not None and record.decode is not None
+        stop = chunk.start + chunk.num_tokens
+        first = record.ready_s == 0.0
+        # What the prefill side found in its own cache is ready as soon as the first chunk starts.
+        start = record.have_tokens if first else max(chunk.start, record.have_tokens)
+        if stop == record.prompt_tokens:
+            size = source.spec.block_size
+            stop = -(-stop // size) * size
+        num_bytes = max(0, stop - start) * handoff.token_bytes
+        if first:
+            num_bytes += handoff.fixed_bytes
+        if not num_bytes:
+            record.ready_s = max(record.ready_s, chunk.end_s)
+            return
+        target = self.fleet.workers[record.decode]
+        free_s = max(source.out_link_free_s, target.in_link_free_s)
+        rate = handoff.link.bytes_per_s
+        if handoff.shared_link is not None:
+            free_s = max(free_s, self._shared_free_s)
+            rate = min(rate, handoff.shared_link.bytes_per_s)
+        carry_s, layers = num_bytes / rate, handoff.num_layers
+        if handoff.layer_wise:
+            ready_s = chunk.start_s + (chunk.end_s - chunk.start_s) / layers
+            done_s = max(chunk.end_s + carry_s / layers, max(ready_s, free_s) + carry_s)
+        else:
+            done_s = max(chunk.end_s, free_s) + carry_s
+        source.out_link_free_s = target.in_link_free_s = done_s
+        if handoff.shared_link is not None:
+            self._shared_free_s = done_s
+        source.link_busy_s += carry_s
+        record.ready_s = done_s + handoff.link.startup_s
+        record.wire_bytes += num_bytes
+        self.wire_bytes += num_bytes
+
+    def _first_token(self, source: SimWorker, record: Record, seq: Sequence) -> None:
+        handoff = self.spec.handoff
+        assert handoff is not None
+        record.cached_tokens = seq.num_cached_tokens
+        record.got_token(self.now_s + handoff.control_s, self.gaps)
+        if record.lifecycle.state is State.DISPATCHED:
+            record.lifecycle.on(Event.FIRST_BYTES)
+        if record.output_tokens == 1:  # answered at once, and nothing needs to arrive
+            self._release(record)
+            record.finish_s = record.first_token_s
+            self._end(record, Event.COMPLETE)
+            return
+        landed_s = max(record.ready_s, self.now_s) + handoff.control_s
+        record.exposed_s = landed_s - self.now_s
+        self._push(landed_s, "landed", record, record.attempt)
+
+    def _landed(self, record: Record, attempt: int) -> None:
+        """The last byte is in place: decode goes on, and prefill lets go."""
+        if record.lifecycle.ended or attempt != record.attempt:
+            return
+        assert record.decode is not None and record.prefill is not None
+        target, source = self.fleet.workers[record.decode], self.fleet.workers[record.prefill]
+        self._settle(source)
+        source.scheduler.hold_released(record.request_id)
+        source.active.pop(record.request_id, None)
+        self._settle(target)
+        target.scheduler.import_done(record.request_id, TOKEN)
+        self._kick(target)
+        self._kick(source)
+        self.fleet.retire_if_idle(source, self.now_s)
+        if self._queue:
+            self._drain_queue()
+
+    # -- endings and incidents -------------------------------------------------------------------------------------
+
+    def _end(self, record: Record, event: Event) -> None:
+        lifecycle = record.lifecycle
+        if event is Event.COMPLETE and lifecycle.state is State.DISPATCHED:
+            lifecycle.on(Event.FIRST_BYTES)
+        lifecycle.on(event)
+        self.num_unfinished -= 1
+
+    def _release(self, record: Record) -> None:
+        """Free everything the request holds anywhere."""
+        for name in {record.prefill, record.decode} - {None}:
+            worker = self.fleet.workers[name]
+            if worker.active.pop(record.request_id, None) is not None:
+                self._settle(worker)
+                if not worker.scheduler.hold_released(record.request_id):
+                    worker.scheduler.abort(record.request_id)
+                self._kick(worker)
+
+    def _give_up(self, record: Record) -> None:
+        """The client leaves if it has no first token yet."""
+        if record.lifecycle.ended or record.first_token_s is not None:
+            return
+        self._release(record)
+        self._end(record, Event.CLIENT_GONE)
+        self._drain_queue()
+
+    def _down(self, worker: SimWorker, down_s: float) -> None:
+        """A worker dies: its requests are tried elsewhere if nothing was streamed, else they break."""
+        victims = list(worker.active.values())
+        worker.active.clear()
+        worker.accepting = False
+        worker.reset()
+        self._index.forget(worker.name)
+        for record in victims:
+            self._release(record)
+            streamed = record.first_token_s is not None
+            if streamed and record.lifecycle.state is State.DISPATCHED:
+                record.lifecycle.on(Event.FIRST_BYTES)
+            if streamed or not record.lifecycle.may_retry:
+                self._end(record, Event.FAIL)
+                continue
+            record.lifecycle.on(Event.RETRY)
+            record.attempt += 1
+            record.tried.add(worker.name)
+            if self._queue or not self._dispatch(record):
+                self._queue.append(record)
+        self._push(self.now_s + down_s, "up", worker)
+
+    def _up(self, worker: SimWorker) -> None:
+        worker.accepting = True
+        self._drain_queue()
+
+    def _scale(self) -> None:
+        at_s, started = self.fleet.scale(self.now_s)
+        for ready_s, worker in started:
+            self._push(ready_s, "up", worker)
+        self._push(at_s, "scale")
+
+
+def _hashes(request: TraceRequest, per_block: int, size: int, cache: dict[int, bytes]) -> list[bytes]:
+    """Hashes of the full blocks of a prompt, ``per_block`` of them for each block of the trace."""
+    if not per_block:
+        return []
+    hashes = []
+    for number in range(request.prompt_tokens // size):
+        key = request.block_ids[number // per_block] * per_block + number % per_block
+        found = cache.get(key)
+        if found is None:
+            found = cache[key] = key.to_bytes(16, "big", signed=True)
+        hashes.append(found)
+    return hashes
+
+
+def simulate(fleet: FleetSpec, trace: Trace, incidents: Incidents = Incidents()) -> SimResult:
+    """Run it."""
+    return Simulation(fleet, trace, incidents).run()

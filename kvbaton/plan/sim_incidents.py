@@ -1,0 +1,107 @@
+"""The simulated fleet's members over time: who takes requests, who is down, who is starting, who drains.
+
+Scaling decisions are ``control.decide``; this module only measures the load it asks for and carries them out.
+Knows nothing about requests beyond how many a worker has.
+"""
+
+from __future__ import annotations
+
+from kvbaton.plan.control import PoolLoad, ScalingState, decide
+from kvbaton.plan.sim_record import GapHistogram, Record
+from kvbaton.plan.sim_spec import FleetSpec, Incidents, PoolSpec
+from kvbaton.plan.sim_worker import SimWorker
+from kvbaton.router.policy import MemberView
+from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.types import LocalError
+
+
+class Fleet:
+    """All workers that ever were, by name."""
+
+    def __init__(self, spec: FleetSpec, incidents: Incidents, records: dict[str, Record], gaps: GapHistogram) -> None:
+        self._spec = spec
+        self._incidents = incidents
+        self._records = records
+        self._gaps = gaps
+        self.workers: dict[str, SimWorker] = {}
+        self._draining: set[str] = set()
+        self._states: dict[str, ScalingState] = {}
+        self._busy_before: dict[str, float] = {}
+        for pool in spec.pools:
+            for _ in range(pool.count):
+                self._new(pool, 0.0)
+        for outage in incidents.outages:
+            if outage.worker not in self.workers:
+                raise LocalError(f"no worker {outage.worker}", field="incidents.outages.worker")
+
+    def _new(self, pool: PoolSpec, now_s: float) -> SimWorker:
+        number = sum(worker.role == pool.role for worker in self.workers.values())
+        worker = SimWorker(f"{pool.role}-{number}", pool.role, pool.worker, self._records, self._gaps)
+        worker.born_s = now_s
+        self.workers[worker.name] = worker
+        return worker
+
+    def first_events(self) -> list[tuple[float, str, tuple]]:
+        events: list[tuple[float, str, tuple]] = [
+            (outage.at_s, "down", (self.workers[outage.worker], outage.down_s)) for outage in self._incidents.outages
+        ]
+        if self._incidents.scaling is not None:
+            events.append((self._incidents.scaling.interval_s, "scale", ()))
+        return events
+
+    @property
+    def anybody_to_come(self) -> bool:
+        """Whether waiting can help: somebody serves, restarts or starts."""
+        return any(worker.gone_s is None for worker in self.workers.values())
+
+    def views(self, record: Record, index: PrefixIndex) -> list[MemberView]:
+        """What the router sees."""
+        return [
+            MemberView(
+                worker.name, worker.role, len(worker.active), worker.scheduler.waiting_prompt_tokens,
+                worker.spec.max_context, min(index.matched_tokens(worker.name, record.hashes), record.prompt_tokens),
+            )
+            for worker in self.workers.values()
+            if worker.accepting and worker.name not in record.tried
+        ]  # fmt: skip
+
+    def scale(self, now_s: float) -> tuple[float, list[tuple[float, SimWorker]]]:
+        """Decide for each pool. Returns when to decide next, and the workers that start with the time they are ready."""
+        scaling = self._incidents.scaling
+        assert scaling is not None
+        started = []
+        for role, policy in scaling.policies.items():
+            pool = next((each for each in self._spec.pools if each.role == role), None)
+            if pool is None:
+                raise LocalError(f"no {role} pool to scale", field="scaling")
+            members = [w for w in self.workers.values() if w.role == role and w.gone_s is None]
+            members = [w for w in members if w.name not in self._draining]
+            load = self._load(role, members, scaling.interval_s)
+            decision = decide(policy, load, self._states.get(role, ScalingState()), now_s)
+            self._states[role] = decision.state
+            for _ in range(decision.workers - len(members)):
+                worker = self._new(pool, now_s)
+                worker.accepting = False
+                started.append((now_s + scaling.startup_s, worker))
+            serving = sorted((w for w in members if w.accepting), key=lambda w: (len(w.active), w.name))
+            for worker in serving[: max(0, len(members) - decision.workers)]:
+                worker.accepting = False
+                self._draining.add(worker.name)
+                self.retire_if_idle(worker, now_s)
+        return now_s + scaling.interval_s, started
+
+    def _load(self, role: str, members: list[SimWorker], interval_s: float) -> PoolLoad:
+        serving = [worker for worker in members if worker.accepting]
+        busy_s = sum(worker.prefill_busy_s + worker.decode_busy_s for worker in serving)
+        busy_before_s = self._busy_before.get(role, 0.0)
+        self._busy_before[role] = busy_s
+        share = min(1.0, max(0.0, busy_s - busy_before_s) / (interval_s * max(1, len(serving))))
+        waiting = sum(worker.scheduler.waiting_prompt_tokens for worker in serving)
+        per_token_s = members[0].spec.step.per_token_s if members else 0.0
+        wait_s = waiting * per_token_s / max(1, len(serving))
+        return PoolLoad(len(members), share, wait_s)
+
+    def retire_if_idle(self, worker: SimWorker, now_s: float) -> None:
+        """A draining worker goes when its last request is done."""
+        if worker.name in self._draining and not worker.active and worker.gone_s is None:
+            worker.gone_s = now_s
