@@ -260,3 +260,107 @@ def _goodput(spec: LoadSpec, gates: Gates | None, headers: dict[str, str], given
             click.echo(f"note       {found.note}")
     if found.rate_per_s == 0:
         sys.exit(1)
+
+
+@click.command("compare")
+@click.option("--colocated", type=click.IntRange(1), help="Start a single pool of so many workers as arm A.")
+@click.option("--prefill", type=click.IntRange(1), help="Start a split fleet as arm B: prefill workers.")
+@click.option("--decode", type=click.IntRange(1), help="Start a split fleet as arm B: decode workers.")
+@click.option("--url-a", help="Arm A is this running deployment instead.")
+@click.option("--url-b", help="Arm B is this running deployment instead.")
+@click.option("--up-flag", multiple=True, help="Flag for both started fleets, as in --up-flag=--threads=1.")
+@click.option("--rates", default="", help="More rates to draw latency against rate: 0.5,1,2. --rate is the verdict's.")
+@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Rounds of A B B A.")
+@click.option(
+    "--tune",
+    multiple=True,
+    help="Flags to try on arm A first, as in --tune '--max-batch-tokens 128'; the best go to both arms.",
+)
+@click.option(
+    "--objective", default="itl:95", show_default=True, help="Latency the verdict is about: metric:percentile."
+)
+@click.option("--title", default="One pool or two", show_default=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="compare", show_default=True)
+@click.option("--stall-ms", type=float, default=500.0, show_default=True, help="A gap this long is a stall.")
+@click.option(
+    "--max-errors", type=float, default=0.01, show_default=True, help="Share of failures that proves nothing."
+)
+@click.option("--header", multiple=True, help="'Name: value' sent with every request.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Bearer token; never written to a file.")
+@load_options
+@gate_options
+@fleet_options
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@says_whose_fault
+def compare_command(**given: Any) -> None:
+    """Colocated against disaggregated on the same requests, interleaved A B B A, with a verdict.
+
+    Writes report.html (one file, opens offline), report.md, report.json and the raw samples to --out. Arms are started
+    with `kvbaton up`, or are any two addresses. Exit code 1 when the verdict is "do not split" or "not proven".
+    """
+    from kvbaton.bench.compare import compare
+    from kvbaton.bench.report import comparison_rows, write_reports
+    from kvbaton.bench.watch import Watch
+
+    spec = _compare_spec(given)
+    watch = Watch(given["quiet"])
+    work = compare(spec, lambda line: click.echo(line, err=True), watch)
+    found = run_loop(watch.during(work, "compare"))
+    paths = write_reports(found, spec.directory)
+    if given["as_json"]:
+        print_json(found.result)
+    else:
+        for row in comparison_rows(found.result.rates[0]):
+            click.echo(f"{row[0]:<34}{row[1]:<28}{row[2]:<28}{row[3]:<22}{row[5]}")
+        click.echo(f"\n{found.result.verdict.sentence}")
+        click.echo(f"see {paths[0]}", err=True)
+    if found.result.verdict.decision != "split":
+        sys.exit(1)
+
+
+def _compare_spec(given: dict[str, Any]) -> Any:
+    from kvbaton.bench.arms import Arm
+    from kvbaton.bench.compare import CompareSpec
+    from kvbaton.bench.cost import Fleet
+
+    load, gates = load_spec("", given), gates_of(given)
+    given["gpus"], given["prefill_gpus"], given["decode_gpus"] = (
+        given["gpus"] or float(given["colocated"] or 0),
+        given["prefill_gpus"] or float(given["prefill"] or 0),
+        given["decode_gpus"] or float(given["decode"] or 0),
+    )
+    both = fleet_of(given) or Fleet()
+    price = both.colocated_price_per_hour
+    fleet_a = Fleet(colocated_gpus=both.colocated_gpus, colocated_price_per_hour=price)
+    fleet_b = msgspec.structs.replace(both, colocated_gpus=0.0)
+    flags = tuple(part for flag in given["up_flag"] for part in flag.split("=", 1))
+    up_a = ("--colocated", str(given["colocated"]), *flags) if given["colocated"] else ()
+    up_b = ("--prefill", str(given["prefill"]), "--decode", str(given["decode"]), *flags)
+    split = given["prefill"] and given["decode"]
+    for name, started, address in (("a", given["colocated"], given["url_a"]), ("b", split, given["url_b"])):
+        if bool(started) == bool(address):
+            fix = f"give --url-{name}, or {'--colocated N' if name == 'a' else '--prefill N --decode M'}"
+            raise LocalError(f"arm {name.upper()} is a running deployment or a fleet to start", field="arm", fix=fix)
+    arms = (
+        Arm("colocated", "a", fleet_a, given["url_a"] or "", up_a),
+        Arm("disaggregated", "b", fleet_b, given["url_b"] or "", up_b if split else ()),
+    )
+    try:
+        more = tuple(float(rate) for rate in given["rates"].split(",") if rate)
+    except ValueError as error:
+        raise LocalError(str(error), field="rates", fix="give numbers separated by commas") from error
+    return CompareSpec(
+        *arms,
+        load,
+        gates,
+        (load.rate_per_s, *(rate for rate in more if rate != load.rate_per_s)),
+        rounds=given["rounds"],
+        objective=given["objective"],
+        tuning=tuple(tuple(flags.split()) for flags in given["tune"]),
+        stall_bound_s=given["stall_ms"] / 1e3,
+        max_error_share=given["max_errors"],
+        title=given["title"],
+        directory=given["out"],
+        headers=headers_of(given["api_key"], given["header"]),
+    )

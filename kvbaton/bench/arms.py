@@ -1,0 +1,187 @@
+"""The two sides of a comparison: addresses of running deployments, or fleets that are started for each run.
+
+Invariants: a started fleet is ended with the run that used it, however the run ended; every wait for it has a
+deadline; what a fleet says of itself is compared field by field before anything is measured.
+
+Knows nothing about load or statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvbaton.bench.cost import Fleet
+from kvbaton.bench.http_stream import HttpPool
+from kvbaton.bench.runner import origin_of
+from kvbaton.types import LocalError, RemoteError
+
+START_DEADLINE_S = 180.0
+STOP_DEADLINE_S = 30.0
+# Flags that say which arm it is; everything else must be equal in both.
+ARM_FLAGS = frozenset(("--prefill", "--decode", "--colocated", "--transport", "--port"))
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """``url`` of a running deployment, or ``up`` arguments of one to start (``kvbaton up`` is put before them)."""
+
+    name: str
+    style: str  # "a" colocated, "b" disaggregated
+    fleet: Fleet
+    url: str = ""
+    up: tuple[str, ...] = ()
+    metrics_urls: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.url) == bool(self.up):
+            raise LocalError(f"arm {self.name} is either an address or a fleet to start", field="arm")
+
+    def with_flags(self, flags: Sequence[str]) -> Arm:
+        """The same fleet with flags of the tuning added."""
+        return msgspec.structs.replace(self, up=(*self.up, *flags)) if self.up else self
+
+    @property
+    def describe(self) -> str:
+        return self.url or f"kvbaton up {shlex.join(self.up)}"
+
+
+@asynccontextmanager
+async def running(arm: Arm, log_path: Path) -> AsyncIterator[str]:
+    """The arm's address; a fleet is started and, on the way out, stopped."""
+    if arm.url:
+        yield arm.url
+        return
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "kvbaton.cli.main",
+            "up",
+            *arm.up,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # its workers are stopped with it, as one group
+        )
+        try:
+            yield await _address(process, arm, log_path)
+        finally:
+            await _stop(process)
+
+
+async def _address(process: asyncio.subprocess.Process, arm: Arm, log_path: Path) -> str:
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_DEADLINE_S):
+            while line := await process.stdout.readline():
+                for word in line.decode("utf-8", "replace").replace('"', " ").split():
+                    if word.startswith("http://"):
+                        return word.rstrip("/,.")
+    except TimeoutError:
+        raise RemoteError(
+            f"{arm.describe} was not ready within {START_DEADLINE_S:g} s", field="arm", fix=f"see {log_path}"
+        ) from None
+    raise RemoteError(f"{arm.describe} ended before it was ready", field="arm", fix=f"see {log_path}")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                # The pipe is read to its end: a full one would keep the fleet from ending.
+                await asyncio.gather(process.wait(), _drain(process))
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+async def _drain(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    while await process.stdout.read(65536):
+        pass
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Something the arms do not share. ``allowed`` differences are what is being compared."""
+
+    field: str
+    a: str
+    b: str
+    allowed: bool
+
+
+async def describe_endpoint(url: str, headers: dict[str, str]) -> dict[str, str]:
+    """What a deployment says of itself: its model list, and kvbaton's own description where there is one."""
+    pool = HttpPool(origin_of(url), time.monotonic, headers)
+    found: dict[str, str] = {}
+    try:
+        for path in ("/v1/models", "/version"):
+            try:
+                status, body = await pool.get(path)
+            except RemoteError:
+                continue
+            if status == 200:
+                _flatten(path.rsplit("/", 1)[1], body, found)
+    finally:
+        pool.close()
+    # Instants and ports differ between any two starts of the same thing.
+    return {
+        name: value for name, value in found.items() if not name.endswith(("created", "url", "port", "incarnation"))
+    }
+
+
+def _flatten(prefix: str, body: bytes, found: dict[str, str]) -> None:
+    try:
+        stack: list[tuple[str, Any]] = [(prefix, msgspec.json.decode(body))]
+    except msgspec.DecodeError:
+        return
+    while stack:
+        name, value = stack.pop()
+        if isinstance(value, dict):
+            stack += [(f"{name}.{key}", inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            stack += [(f"{name}[{number}]", inner) for number, inner in enumerate(value[:16])]
+        else:
+            found[name] = str(value)
+
+
+def parity(a: Arm, b: Arm, says_a: dict[str, str], says_b: dict[str, str]) -> list[Difference]:
+    """Every field in which the arms differ, those that make the comparison unfair marked as not allowed."""
+    found = []
+    if a.fleet.total_gpus != b.fleet.total_gpus:
+        found.append(Difference("GPUs", f"{a.fleet.total_gpus:g}", f"{b.fleet.total_gpus:g}", False))
+    for name in sorted(says_a.keys() | says_b.keys()):
+        one, two = says_a.get(name, "(absent)"), says_b.get(name, "(absent)")
+        if one != two:
+            # The models must be the same; how an endpoint describes its own build is for the reader to judge.
+            found.append(Difference(name, one, two, not name.endswith((".id", ".root", ".max_model_len", ".revision"))))
+    flags_a, flags_b = _flags(a.up), _flags(b.up)
+    for flag in sorted(flags_a.keys() | flags_b.keys()):
+        one, two = flags_a.get(flag, "(default)"), flags_b.get(flag, "(default)")
+        if one != two:
+            found.append(Difference(flag, one, two, flag in ARM_FLAGS or not (a.up and b.up)))
+    return found
+
+
+def _flags(arguments: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    name = ""
+    for word in arguments:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            found[name] = value or "on"
+        elif name:
+            found[name] = word
+    return found
