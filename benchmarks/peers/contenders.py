@@ -41,10 +41,23 @@ def packaged_gguf() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
+def plain_directory(model_dir: Path) -> Path:
+    """The model directory by links to what other engines read: the quantised blocks beside the weights confuse vLLM."""
+    plain = install.peers_dir() / "models" / model_dir.name
+    plain.mkdir(parents=True, exist_ok=True)
+    for file in model_dir.iterdir():
+        link = plain / file.name
+        if file.is_file() and (file.suffix != ".safetensors" or file.name == "model.safetensors"):
+            link.unlink(missing_ok=True)
+            link.symlink_to(file.resolve())
+    return plain
+
+
 def contenders(engines: list[str], precisions: list[str], model_dir: Path) -> list[Contender]:
     """In the order in which they run within a round. Engines that lack a precision are left out of it."""
     found = []
     model = {"model_dir": str(model_dir)}
+    plain = {"model_dir": str(plain_directory(model_dir))}
     here = Path(sys.executable)
     for precision in precisions:
         weights = {"weights": _WEIGHTS[precision]}
@@ -52,9 +65,9 @@ def contenders(engines: list[str], precisions: list[str], model_dir: Path) -> li
         if precision == "bfloat16":
             vllm = install.peer("vllm").python
             candidates += [
-                Contender("vllm", precision, vllm, "vllm_driver", {**model, "eager": False}),
-                Contender("vllm-eager", precision, vllm, "vllm_driver", {**model, "eager": True}),
-                Contender("transformers", precision, here, "transformers_driver", model),
+                Contender("vllm", precision, vllm, "vllm_driver", {**plain, "eager": False}),
+                Contender("vllm-eager", precision, vllm, "vllm_driver", {**plain, "eager": True}),
+                Contender("transformers", precision, here, "transformers_driver", plain),
             ]
         if "llamacpp" in engines:
             gguf = export(packaged_gguf(), _GGUF[precision], install.peers_dir() / "models")
