@@ -23,9 +23,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_hashes", "blocks", "mode", "num_cached_tokens", "num_computed", "num_preemptions", "num_prompt_tokens",
-        "num_published", "num_tokens", "order", "output_token_ids", "prefilling", "request", "request_id", "state",
-        "_hashes_given",
+        "_hashes_given", "block_hashes", "blocks", "max_num_tokens", "mode", "num_cached_tokens", "num_computed",
+        "num_preemptions", "num_prompt_tokens", "num_published", "num_tokens", "order", "output_token_ids",
+        "prefilling", "request", "request_id", "state",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +42,7 @@ class Sequence:
         self.state: State = "waiting"
         self.num_prompt_tokens = num_prompt_tokens or len(request.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens  # prompt and output
+        self.max_num_tokens = self.num_prompt_tokens + request.sampling.max_tokens
         self.output_token_ids: list[int] = []
         self.blocks: list[int] = []
         self.num_computed = 0  # tokens whose KV is in ``blocks``
@@ -58,13 +59,13 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     def hashes_of(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """The chain for the first ``num_blocks`` full blocks, or as many of them as are known."""
+        """The chain of at least the first ``num_blocks`` full blocks, or of as many as are known."""
         known = self.block_hashes
         if len(known) < num_blocks and not self._hashes_given:
             parent = known[-1] if known else root_hash(self.request.cache_salt)
             tokens = self._tokens(len(known) * block_size, num_blocks * block_size)
             known.extend(extend_hashes(parent, tokens, block_size))
-        return known[:num_blocks]
+        return known
 
     def _tokens(self, start: int, stop: int) -> list[int]:
         prompt, num_prompt = self.request.prompt_token_ids, self.num_prompt_tokens

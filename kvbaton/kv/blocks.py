@@ -101,6 +101,7 @@ class BlockManager:
         self._block_of: dict[bytes, int] = {}
         self._leases: dict[str, _Lease] = {}
         self._pin_counts: dict[int, int] = {}
+        self._num_gained = 0
         self._earliest_expiry_s = float("inf")  # a lower bound, so that ``expire`` is cheap when nothing is due
         # Net change per hash since the last drain. A hash stored and removed in between cancels out, so there are
         # never more entries than blocks now plus blocks at the last drain, and none is ever lost.
@@ -131,6 +132,15 @@ class BlockManager:
     @property
     def num_leases(self) -> int:
         return len(self._leases)
+
+    @property
+    def num_gained(self) -> int:
+        """Grows with each block that is published or revived.
+
+        A prompt that lacked n blocks beside its match can have enough once ``num_free + num_gained`` has grown by n.
+        (A block of a chain that comes back may reconnect others; then this asks for more than is needed.)
+        """
+        return self._num_gained
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens, the last one maybe partly."""
@@ -183,6 +193,7 @@ class BlockManager:
             if count == 0:
                 assert block in lru, f"block {block} is free: its content is gone"
                 del lru[block]
+                self._num_gained += 1
             references[block] = count + 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -211,6 +222,7 @@ class BlockManager:
             return canonical
         assert self._hash_of[block] is None, f"block {block} already carries another hash"
         self._hash_of[block] = block_hash
+        self._num_gained += 1
         if self._changes.get(block_hash) is False:
             del self._changes[block_hash]
         else:

@@ -510,3 +510,40 @@ def test_a_budget_that_decodes_alone_could_fill_is_refused() -> None:
     with pytest.raises(LocalError) as caught:
         SchedulerConfig(max_batch_tokens=100, max_running=101)
     assert caught.value.field == "max_batch_tokens"
+
+
+# -- many steps at once, for simulators --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_blocks", [6, 9, 40])
+def test_steps_taken_together_end_where_single_steps_end(num_blocks: int) -> None:
+    """Same outputs, same preemptions, same use of the pool after every stretch."""
+    history = []
+    for together in (False, True):
+        bench = Bench(num_blocks=num_blocks, block_size=4)
+        seqs = [bench.add(prompt, max_tokens) for prompt, max_tokens in ((5, 13), (3, 9), (8, 16))]
+        seen, num_steps = {}, 0
+        while (plan := bench.scheduler.schedule()).items:
+            steps = 1
+            if together and plan.num_decodes == len(plan.items) and not plan.preempted:
+                steps = bench.scheduler.steps_alike(plan)
+            if steps > 1:
+                ends = {
+                    item.seq.request_id: TokenOutput(
+                        7, finish_reason="length" if item.seq.num_tokens + steps == item.seq.max_num_tokens else None
+                    )
+                    for item in plan.items
+                }
+                bench.scheduler.complete_alike(plan, steps, ends)
+                bench.scheduler.check()
+            else:
+                bench.complete(plan)
+            num_steps += steps
+            used = bench.blocks.num_used
+            seen[num_steps] = (
+                used,
+                [(seq.state, seq.num_tokens, seq.num_computed, seq.num_preemptions) for seq in seqs],
+            )
+        history.append(seen)
+    single, joined = history
+    assert len(joined) < len(single) and joined.items() <= single.items()
