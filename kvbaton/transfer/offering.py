@@ -212,7 +212,7 @@ class PrefillSession:
 
     def _scheduled_again(self, _event: Scheduled) -> list[Action]:
         """Its blocks were taken from it, and a reader may have read some: there is no way to go on."""
-        return [*self._fail("internal", "the prefill was preempted after it was offered"), AbortPrefill()]
+        return self._fail("internal", "the prefill was preempted after it was offered", abort=True)
 
     def _computed(self, event: Computed) -> list[Action]:
         return [Send(Progress(self._offer.ticket, event.tokens_ready, event.layers_ready))]
@@ -259,14 +259,14 @@ class PrefillSession:
     def _renewed(self, event: EngineRenewed) -> list[Action]:
         self._num_renewing -= 1
         if not event.renewed:
-            return [*self._fail("lease", "the lease on the offered blocks ended"), AbortPrefill()]
+            return self._fail("lease", "the lease on the offered blocks ended", abort=True)
         self._lease_until_s = max(self._lease_until_s, event.asked_s + self._lease_s)
         return [Send(RenewReply(self._offer.ticket, True))]
 
     def _tick(self, event: Tick) -> list[Action]:
         if event.now_s < self._lease_until_s or self._num_renewing:
             return []
-        return [*self._fail("lease", "the lease on the offered blocks ended"), AbortPrefill()]
+        return self._fail("lease", "the lease on the offered blocks ended", abort=True)
 
     # -- helpers
 
@@ -279,9 +279,17 @@ class PrefillSession:
         revoke = [] if self._offer is None else [Revoke(self._offer.ticket)]
         return [*revoke, *last, Close(state)]
 
-    def _fail(self, kind: FailureKind, message: str, field: str | None = None, retryable: bool = True) -> list[Action]:
-        failed = Failed(self.start.pull_id, kind, message[:2000], field, retryable)
-        return self._over(Offering.FAILED, Send(failed))
+    def _fail(
+        self,
+        kind: FailureKind,
+        message: str,
+        field: str | None = None,
+        retryable: bool = True,
+        abort: bool = False,
+    ) -> list[Action]:
+        """``abort``: the engine does not know yet."""
+        failed = Send(Failed(self.start.pull_id, kind, message[:2000], field, retryable))
+        return self._over(Offering.FAILED, *((AbortPrefill(),) if abort else ()), failed)
 
 
 TERMINAL = (Offering.RELEASED, Offering.FAILED, Offering.ABORTED)
