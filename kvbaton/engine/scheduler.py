@@ -9,7 +9,8 @@ Order is (priority, arrival) everywhere; arrival never changes, so a preempted s
 A step holds one token of every decoding sequence, then prefill chunks in that order until the token budget is spent
 (``max_batch_tokens``; one sequence takes at most ``max_chunk_tokens`` of it). First come, first served: a long
 prefill is worked off in chunks of whole budgets and delays those behind it, but never a decode, and never for ever.
-With ``max_chunk_tokens`` below the budget, short prompts behind a long one run beside it.
+With ``max_chunk_tokens`` below the budget, short prompts behind a long one run beside it. A prompt whose next block a
+prefill before it is about to publish waits for that block instead of computing it twice.
 
 Blocks for a whole prompt are taken when it is first scheduled, so a prefill that has begun never stops for lack of
 blocks; only a decoding sequence grows. When it finds no block, the last sequence of the order that may be preempted
@@ -31,9 +32,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
-import msgspec
-
 from kvbaton.engine.sequence import Sequence, State
+from kvbaton.engine.step_plan import StepItem, StepPlan
 from kvbaton.kv.blocks import BlockManager, OutOfBlocks
 from kvbaton.types import CapacityError, LocalError, TokenOutput
 
@@ -57,26 +57,6 @@ class SchedulerConfig:
                 field="max_batch_tokens",
                 fix="raise it, or lower max_running",
             )
-
-
-class StepItem(msgspec.Struct, frozen=True, gc=False):
-    """``num_tokens`` tokens of ``seq`` from position ``start``; ``samples``: the last one yields logits."""
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-
-
-class StepPlan(msgspec.Struct, frozen=True):
-    items: tuple[StepItem, ...]  # decodes first, then prefill chunks
-    preempted: tuple[Sequence, ...] = ()
-    num_decodes: int = 0  # the first so many items extend an output by one token
-    num_prefill_tokens: int = 0  # rows of the others
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_decodes + self.num_prefill_tokens
 
 
 _order = attrgetter("order")
@@ -300,6 +280,8 @@ class Scheduler:
         if num_lacking > 0:
             self._refused, self._refused_until = seq, room + num_lacking
             return False
+        if self._is_being_computed(seq, len(matched)):
+            return False
         del self._waiting[0]
         self._take_blocks(seq, matched, num_fresh)
         if seq.num_preemptions == 0:
@@ -308,6 +290,23 @@ class Scheduler:
         seq.state = "running"
         insort(self._running, seq, key=_order)
         return True
+
+    def _is_being_computed(self, seq: Sequence, num_matched: int) -> bool:
+        """Whether a prefill before it in the order is about to publish the block that ends the match.
+
+        So the same prompt many times at once (``n`` > 1, a shared document) is computed once. The wait is no loss: that
+        prefill comes first for the budget anyway.
+        """
+        if not self.blocks.prefix_caching or num_matched >= (seq.num_tokens - 1) // self._block_size:
+            return False
+        wanted = seq.block_hashes[num_matched : num_matched + 1]
+        return bool(wanted) and any(
+            other.prefilling
+            and other.order < seq.order
+            and other.num_published <= num_matched < other.num_tokens // self._block_size
+            and other.block_hashes[num_matched : num_matched + 1] == wanted
+            for other in self._running
+        )
 
     def _headroom(self) -> int:
         """Blocks left alone for running sequences to grow into, so that a newcomer does not cause a preemption at once.

@@ -194,6 +194,43 @@ def test_blocks_are_published_when_they_are_computed_and_not_before() -> None:
     assert len(bench.blocks.match(hashes)) == 6
 
 
+def test_the_same_prompt_several_times_at_once_is_computed_once() -> None:
+    """As for ``n`` > 1: the others wait for the first to publish, then compute a token or a block each."""
+    bench = Bench()
+    prompt = list(range(150))
+    seqs = [bench.add(prompt, max_tokens=2) for _ in range(4)]
+    other = bench.add(20)
+    plans = list(bench.run())
+    assert [shape(plan) for plan in plans[:3]] == [
+        [("r1", 0, 64, False)],
+        [("r1", 64, 64, False)],
+        [("r1", 128, 22, True)],
+    ]
+    assert shape(plans[3])[1:4] == [(f"r{index}", 144, 6, True) for index in (2, 3, 4)]
+    assert [seq.num_cached_tokens for seq in seqs] == [0, 144, 144, 144] and other.state == "finished"
+
+
+def test_a_shared_beginning_is_awaited_only_as_far_as_it_is_shared() -> None:
+    bench = Bench()
+    bench.add([*[1] * 32, *[2] * 200], max_tokens=1)
+    bench.add([*[1] * 32, *[3] * 10], max_tokens=1)
+    bench.step()
+    bench.add([*[1] * 32, *[3] * 10], max_tokens=1, priority=-1)
+    plan = bench.step()
+    assert shape(plan) == [("r1", 64, 64, False)], "no place in the budget, whoever waits"
+    steps = [shape(plan) for plan in bench.run()]
+    assert steps[1] == [("r1", 192, 40, True), ("r3", 32, 10, True), ("r2", 32, 10, True)]
+
+
+def test_nobody_waits_for_a_prefill_behind_it() -> None:
+    bench = Bench(config=SchedulerConfig(max_batch_tokens=64, max_running=8, max_context=4096, max_chunk_tokens=32))
+    prompt = list(range(150))
+    bench.add(prompt, max_tokens=1, priority=1)
+    bench.step()
+    bench.add(prompt, max_tokens=1)
+    assert shape(bench.step()) == [("r1", 32, 32, False), ("r2", 32, 32, False)]
+
+
 def test_salts_do_not_share() -> None:
     bench = Bench()
     prompt = list(range(40))
