@@ -103,8 +103,9 @@ class _Canvas:
         self.parts.append(f'<line class="x" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
         self.parts.append(
             f'<text class="n m" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}">{escape(x_label)}</text>'
-            f'<text class="n" x="{LEFT - 40}" y="{TOP - 4}">{escape(y_label)}</text>'
         )
+        if y_label:
+            self.parts.append(f'<text class="n" x="{LEFT - 40}" y="{TOP - 4}">{escape(y_label)}</text>')
 
     def gate(self, value: float, vertical: bool, text: str) -> None:
         axis = self.x if vertical else self.y

@@ -5,7 +5,7 @@ from the instant the whole request was read, and ``writes`` holds the instants o
 clock, which a client on the same machine shares.
 
 Run as ``python -m kvbaton.bench.scripted`` it prints its port and plays one script to everyone: a first token after
-``--first-ms``, then one chunk each ``--gap-ms``.
+``--first-ms``, then one chunk each ``--gap-ms``; with ``--vary``, some answers slower than others.
 
 Knows nothing about models; it never reads more of a request than its length and its body.
 """
@@ -246,10 +246,10 @@ class ScriptedServer:
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    script = even_script(options.first_ms / 1e3, options.gap_ms / 1e3, options.tokens)
-
     def choose(number: int, body: dict[str, Any]) -> Script:
-        return script
+        # A hundred steps of slowness in mixed order: whoever sends a multiple of a hundred requests sees the same.
+        slower = 1 + options.vary * (number * 37 % 100) / 100
+        return even_script(options.first_ms / 1e3 * slower, options.gap_ms / 1e3 * slower, options.tokens)
 
     async with ScriptedServer(choose) as server:
         print(server.port, flush=True)
@@ -261,6 +261,7 @@ def main() -> None:
     parser.add_argument("--first-ms", type=float, default=100.0)
     parser.add_argument("--gap-ms", type=float, default=20.0)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--vary", type=float, default=0.0, help="the slowest answer takes 1 + this times as long")
     # The end of standard input ends the server, so that it never outlives the test that started it.
     parser.add_argument("--until", type=argparse.FileType("r"), default="-", help=argparse.SUPPRESS)
     import uvloop
