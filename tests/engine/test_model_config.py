@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.engine.model_config import ModelConfig
@@ -260,6 +260,7 @@ def test_from_dir(tmp_path) -> None:
         ModelConfig.from_dir(tmp_path)
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from([*sorted(BASE), "rope_scaling", "rope_parameters", "layer_types", "sliding_window"]),
     value=st.one_of(st.none(), st.integers(-3, 3), st.text(max_size=3), st.lists(st.integers(0, 3), max_size=2)),

@@ -83,7 +83,7 @@ def test_ids_and_bytes(tiny_tokenizer: Tokenizer, fallback_dir: Path) -> None:
     assert fallback.token_bytes(fallback.encode("he")[0]) == b" he"
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, 319), max_size=40), skip=st.booleans())
 def test_pieces_join_to_the_librarys_full_decode(tiny_model_dir: Path, ids: list[int], skip: bool) -> None:
     tokenizer = Tokenizer.load(tiny_model_dir)
@@ -93,7 +93,7 @@ def test_pieces_join_to_the_librarys_full_decode(tiny_model_dir: Path, ids: list
     assert "".join(pieces) + detokenizer.flush() == full == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(text=st.text(st.sampled_from("helo wé漢🙂\n"), max_size=30))
 def test_pieces_never_split_a_character(tiny_model_dir: Path, fallback_dir: Path, text: str) -> None:
     for path in (tiny_model_dir, fallback_dir):
@@ -161,7 +161,7 @@ class TestStopChecker:
         with pytest.raises(LocalError, match="empty"):
             StopChecker(("a", ""))
 
-    @settings(max_examples=500)
+    @settings(max_examples=500, deadline=None)
     @given(
         text=st.text("abc", max_size=30),
         stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
