@@ -38,7 +38,7 @@ class ModelSettings:
     kv_dtype: str = "auto"  # of the KV cache; auto: as dtype
     weights: str = "native"  # or weight-only int8, int4
     block_size: int = 16  # tokens per KV block
-    kv_memory_mib: int = 1024  # KV pool of one worker
+    kv_memory_mib: int = 0  # KV pool of one worker; 0: 1024, and `up` takes less where that does not fit
     kv_blocks: int = 0  # above 0: this many blocks instead of kv_memory_mib
     max_context: int = 0  # above 0: fewer tokens than the model allows
     backend: str = "auto"  # native kernels or torch
@@ -122,7 +122,7 @@ class FleetSettings:
 
 Settings = TypeVar("Settings", ModelSettings, WorkerSettings, RouterSettings)
 _SECTIONS: dict[str, type] = {"model": ModelSettings, "worker": WorkerSettings, "router": RouterSettings}
-_POSITIVE = re.compile(r"_(s|bytes|mib|tokens)$|^(block_size|max_running|max_waiting|max_inflight|index_blocks)$")
+_POSITIVE = re.compile(r"_(s|bytes|tokens)$|^(block_size|max_running|max_waiting|max_inflight|index_blocks)$")
 
 
 def load(
@@ -234,3 +234,24 @@ def _unknown(name: str, known: list[str], kind: str) -> LocalError:
     near = difflib.get_close_matches(name, known, n=1)
     fix = f"did you mean {near[0]}?" if near else f"known ones: {', '.join(known)}"
     return LocalError(f"unknown {kind} {name}", field=name, fix=fix)
+
+
+def to_environ(**sections: Any) -> dict[str, str]:
+    """Settings as the ``KVBATON_*`` variables that give them back, for a process that we start."""
+    variables = {}
+    for section, settings in sections.items():
+        for item in dataclasses.fields(settings):
+            value = getattr(settings, item.name)
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            variables[f"KVBATON_{section.upper()}_{item.name.upper()}"] = text
+    return variables
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment from which every setting of ours is gone; the internal key too."""
+    prefixes = tuple(f"KVBATON_{section.upper()}_" for section in _SECTIONS)
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(prefixes) and name != INTERNAL_KEY_VARIABLE
+    }

@@ -60,6 +60,7 @@ class Flight:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     decisions: list[Decision] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)  # why attempts failed
+    cached_tokens: dict[str, int] = field(default_factory=dict)  # foretold, by worker
     report: RequestReport | None = None
     dispatched_s: float | None = None
     first_byte_s: float | None = None
@@ -103,6 +104,7 @@ class Dispatcher:
 
     async def run(self, flight: Flight, call: Call) -> None:
         """Answer the request, or raise ApiError while nothing was sent."""
+        flight.cached_tokens = self._registry.cached_tokens(call.chains)
         excluded: frozenset[str] = frozenset()
         prefill_failed = False
         last: AttemptFailed | None = None
@@ -126,7 +128,7 @@ class Dispatcher:
         self, flight: Flight, call: Call, excluded: frozenset[str], prefill_failed: bool, last: AttemptFailed | None
     ) -> Decision:
         self._turn += 1
-        members = self._registry.views(call.chains, self._clock.now_s(), excluded)
+        members = self._registry.views(flight.cached_tokens, self._clock.now_s(), excluded)
         try:
             decision = decide(
                 call.view, members, self._policy, self._turn, self._registry.has_prefill_pool, prefill_failed

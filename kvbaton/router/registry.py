@@ -7,7 +7,7 @@ of the old one is kept. Knows nothing about how workers are asked (``monitor``) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -177,8 +177,15 @@ class Registry:
         roles = {m.settings.role for m in calm}
         return calm + [m for m in up if m not in calm and m.settings.role not in roles]
 
+    def cached_tokens(self, chains: Sequence[Sequence[bytes]]) -> dict[str, int]:
+        """Of these prompts, on each worker, by the prefix index. Asked before the routing itself changes the index."""
+        return {
+            name: sum(self._index.matched_tokens(name, chain) for chain in chains) if chains else 0
+            for name in self._members
+        }
+
     def views(
-        self, chains: Sequence[Sequence[bytes]], now_s: float, excluded: frozenset[str] = frozenset()
+        self, cached_tokens: Mapping[str, int], now_s: float, excluded: frozenset[str] = frozenset()
     ) -> list[MemberView]:
         return [
             MemberView(
@@ -187,7 +194,7 @@ class Registry:
                 num_requests=member.num_requests,
                 queued_tokens=member.queued_tokens,
                 max_context=member.reported.info.max_context,
-                cached_tokens=sum(self._index.matched_tokens(member.name, chain) for chain in chains),
+                cached_tokens=cached_tokens.get(member.name, 0),
             )
             for member in self.usable(now_s, excluded)
             if member.reported is not None

@@ -1,7 +1,7 @@
 """A worker as a process: load, serve, drain, stop.
 
-Invariants: ``report`` says "ready" only when requests are served, with the port that was really bound; a drain refuses new
-requests, lets open ones end, waits for peers that still read offered blocks, and only then ends the process's part.
+Invariants: ``report`` says "ready" only when requests are served, with the port that was really bound; a drain refuses
+new requests, lets open ones end, waits for peers that still read offered blocks, and only then lets the process end.
 Knows nothing about signals or command lines.
 """
 
@@ -19,6 +19,7 @@ from kvbaton.workers.server import ServerOptions, WorkerServer
 
 log = logging.getLogger(__name__)
 Report = Callable[..., None]
+DEFAULT_KV_MIB = 1024
 
 
 def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
@@ -35,7 +36,7 @@ def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
         kv_dtype=model.kv_dtype,
         weights=model.weights,
         block_size=model.block_size,
-        kv_memory_bytes=model.kv_memory_mib * 1024 * 1024,
+        kv_memory_bytes=(model.kv_memory_mib or DEFAULT_KV_MIB) * 1024 * 1024,
         num_kv_blocks=model.kv_blocks or None,
         max_context=model.max_context or None,
         backend=model.backend,

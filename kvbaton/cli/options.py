@@ -1,0 +1,137 @@
+"""Flags that several verbs share, each tied to one setting.
+
+A flag that was not given is None, so that the file and the environment keep their say. Knows nothing about what the
+settings do; their meaning is told once, in ``kvbaton.config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvbaton.config import FleetSettings, load
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+# flag names, section, key, type, help
+_Flag = tuple[tuple[str, ...], str, str, Any, str]
+MODEL_FLAGS: tuple[_Flag, ...] = (
+    (("--model",), "model", "dir", str, "Hugging Face model directory.  [default: SmolLM2-135M-Instruct]"),
+    (("--name",), "model", "name", str, "What clients call the model.  [default: the directory's name]"),
+    (("--dtype",), "model", "dtype", click.Choice(["float32", "bfloat16"]), "Compute dtype.  [default: bfloat16]"),
+    (("--kv-dtype",), "model", "kv_dtype", str, "auto, float32, bfloat16, float8_e4m3.  [default: auto, as --dtype]"),
+    (("--weights",), "model", "weights", click.Choice(["native", "int8", "int4"]), "Weight-only quantisation."),
+    (("--block-size",), "model", "block_size", int, "Tokens per KV block.  [default: 16]"),
+    (("--kv-blocks",), "model", "kv_blocks", int, "KV blocks of each worker, instead of --kv-memory."),
+    (("--kv-memory",), "model", "kv_memory_mib", int, "KV memory of each worker in MiB.  [default: what fits]"),
+    (("--max-context",), "model", "max_context", int, "Fewer tokens than the model allows."),
+    (("--backend",), "model", "backend", click.Choice(["auto", "native", "torch"]), "What computes.  [default: auto]"),
+    (("--device",), "model", "device", str, "auto, cpu, cuda, cuda:1, ...  [default: auto]"),
+)
+ENGINE_FLAGS: tuple[_Flag, ...] = (
+    (("--transport",), "worker", "transport", click.Choice(["auto", "shm", "tcp"]), "How KV moves.  [default: auto]"),
+    (
+        ("--chunk-tokens", "--max-batch-tokens"),
+        "worker",
+        "chunk_tokens",
+        int,
+        "Tokens of one engine step: decodes first, the rest for prefill chunks.  [default: 512]",
+    ),
+    (("--max-running",), "worker", "max_running", int, "Sequences in one batch.  [default: 64]"),
+    (
+        ("--max-waiting",),
+        "worker",
+        "max_waiting",
+        int,
+        "Requests queued before a worker says 503.  [default: 256]",
+    ),
+    (("--threads",), "worker", "threads", int, "Compute threads of a worker.  [default: one per core it stays on]"),
+)
+WORKER_FLAGS: tuple[_Flag, ...] = (
+    (("--role",), "worker", "role", click.Choice(["prefill", "decode", "both"]), "What it does.  [default: both]"),
+    (("--host",), "worker", "host", str, "Address to listen on.  [default: 127.0.0.1]"),
+    (("--port",), "worker", "port", int, "Port to listen on.  [default: any free one, which is reported]"),
+    (("--kv-host",), "worker", "kv_host", str, "Address for hand-offs, as peers reach it.  [default: --host]"),
+    (("--kv-port",), "worker", "kv_port", int, "Port for hand-offs.  [default: any free one]"),
+)
+ROUTER_FLAGS: tuple[_Flag, ...] = (
+    (("--host",), "router", "host", str, "Address to listen on.  [default: 127.0.0.1]"),
+    (("--port",), "router", "port", int, "Port to listen on; 0 for any free one.  [default: 8000]"),
+    (
+        ("--threshold-tokens",),
+        "router",
+        "threshold_tokens",
+        int,
+        "Fewer uncached prompt tokens than this are prefilled where they decode; 0 always splits.  [default: 64]",
+    ),
+    (
+        ("--on-prefill-failure",),
+        "router",
+        "on_prefill_failure",
+        click.Choice(["local", "error"]),
+        "When no other prefill worker is left to try.  [default: local]",
+    ),
+    (
+        ("--max-inflight",),
+        "router",
+        "max_inflight",
+        int,
+        "Requests at once before it says 429.  [default: 1024]",
+    ),
+)
+DRAIN_FLAG: tuple[_Flag, ...] = (
+    (("--drain-s",), "worker", "drain_s", float, "How long open requests may still run at the end.  [default: 60]"),
+)
+
+
+def flags(*groups: tuple[_Flag, ...]) -> Decorator:
+    """The flags as click options; the command gets them as ``settings: dict[section, dict[key, value]]``."""
+    listed = [flag for group in groups for flag in group]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        def run(**given: Any) -> Any:
+            settings: dict[str, dict[str, Any]] = {}
+            for names, section, key, _, _ in listed:
+                value = given.pop(_parameter(names))
+                settings.setdefault(section, {})[key] = value
+            return command(settings=settings, **given)
+
+        run.__doc__ = command.__doc__
+        run.__name__ = command.__name__
+        decorated: Any = run
+        decorated.__click_params__ = list(getattr(command, "__click_params__", []))
+        for names, _, _, kind, text in reversed(listed):
+            decorated = click.option(*names, _parameter(names), type=kind, default=None, help=text)(decorated)
+        return decorated
+
+    return decorate
+
+
+def _parameter(names: tuple[str, ...]) -> str:
+    return names[0].removeprefix("--").replace("-", "_")
+
+
+def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--config",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="TOML file with [model], [worker], [router] and [[workers]]; flags and KVBATON_* win over it.",
+    )(command)
+
+
+def log_level_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--log-level",
+        type=click.Choice([name.lower() for name in ("DEBUG", "INFO", "WARNING", "ERROR")]),
+        default="info",
+        envvar="KVBATON_LOG_LEVEL",
+        show_default=True,
+        help="Least level of the JSON log.",
+    )(command)
+
+
+def read_settings(config: Path | None, settings: dict[str, dict[str, Any]]) -> FleetSettings:
+    return load(config, flags=settings)

@@ -1,0 +1,68 @@
+"""``kvbaton router``: one router process, for fleets and for ``kvbaton up``."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvbaton.cli import child, options
+from kvbaton.config import internal_key
+from kvbaton.types import LocalError
+
+
+@click.command("router")
+@options.flags(options.ROUTER_FLAGS, options.MODEL_FLAGS[:2])
+@options.config_option
+@options.log_level_option
+@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON when ready.")
+@click.option("--report-fd", type=int, hidden=True)
+@click.option("--tied", is_flag=True, hidden=True, help="End when the parent ends, and take members from it.")
+def router_command(
+    settings: dict[str, dict[str, Any]],
+    config: Path | None,
+    log_level: str,
+    as_json: bool,
+    report_fd: int | None,
+    tied: bool,
+) -> int:
+    """The router: one OpenAI-compatible address in front of the workers of a fleet file.
+
+    \b
+    fleet.toml:
+        [model]
+        dir = "/models/SmolLM2-135M-Instruct"
+        [[workers]]
+        url = "http://10.0.0.7:8101"
+        role = "prefill"
+        [[workers]]
+        url = "http://10.0.0.8:8101"
+        role = "decode"
+
+    Router and workers share a key in the environment variable KVBATON_INTERNAL_KEY. SIGTERM drains.
+    """
+    fleet = options.read_settings(config, settings)
+    key = internal_key()
+    if not tied and not fleet.workers:
+        raise LocalError("the fleet has no workers", field="workers", fix="list them as [[workers]] in --config")
+    if not key:
+        fix = "set the same secret for the router and every worker"
+        raise LocalError("there is no internal key", field="KVBATON_INTERNAL_KEY", fix=fix)
+    child.stay_on(fleet.router.cores)
+    from kvbaton.engine.tokenizer import Tokenizer
+    from kvbaton.engine.weights import default_model_dir
+    from kvbaton.observe.log import configure
+    from kvbaton.router.gateway import Served
+    from kvbaton.router.process import run_router
+
+    configure("router", log_level)
+    model_dir = Path(fleet.model.dir) if fleet.model.dir else default_model_dir()
+    served = Served(fleet.model.name or model_dir.name, Tokenizer.load(model_dir))
+    report = child.reporter(report_fd, as_json, "router")
+
+    async def work(stop: asyncio.Event) -> bool:
+        return await run_router(served, fleet.workers, fleet.router, key, stop, report)
+
+    return child.run(work, tied, uvloop=True)

@@ -1,0 +1,187 @@
+"""``kvbaton up``: a whole fleet on this machine, ready to answer, and gone without a trace afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvbaton.cli import options
+from kvbaton.cli.placement import LEAST_KV_MIB, assign_cores, fit_kv_memory_mib
+from kvbaton.cli.supervisor import ChildSpec, Supervisor
+from kvbaton.config import INTERNAL_KEY_VARIABLE, FleetSettings, to_environ, without_settings
+from kvbaton.kv.shared_pool import sweep_stale
+from kvbaton.types import LocalError, Role
+
+_KEPT_LOG_DIRECTORIES = 10
+
+
+@click.command("up")
+@click.option("--prefill", type=click.IntRange(1), help="Prefill workers of a split fleet.  [default: 1]")
+@click.option("--decode", type=click.IntRange(1), help="Decode workers of a split fleet.  [default: 1]")
+@click.option("--colocated", type=click.IntRange(1), help="Workers of a single pool, instead of a split.")
+@options.flags(options.MODEL_FLAGS, options.ENGINE_FLAGS, options.ROUTER_FLAGS, options.DRAIN_FLAG)
+@options.config_option
+@options.log_level_option
+@click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the processes' logs go.")
+@click.option("--ready-timeout-s", type=float, default=180.0, show_default=True, help="How long the start may take.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when ready, instead of text.")
+def up_command(
+    settings: dict[str, dict[str, Any]], prefill: int | None, decode: int | None, colocated: int | None, **given: Any
+) -> int:
+    """Start workers and a router on this machine, and print an address that answers.
+
+    \b
+        kvbaton up                              one prefill and one decode worker
+        kvbaton up --prefill 2 --decode 2
+        kvbaton up --colocated 2                the single pool, for comparison
+
+    Each worker stays on its own cores. A worker that dies is started again. Ctrl-C drains: open streams end, then
+    everything goes; Ctrl-C again ends at once.
+    """
+    roles = fleet_roles(prefill, decode, colocated)
+    fleet = options.read_settings(given["config"], settings)
+    progress = Progress()
+    fleet = complete(fleet, roles, progress)
+    logs = log_directory(given["log_dir"])
+    key = secrets.token_urlsafe(32)
+
+    if stale := sweep_stale():
+        progress.tell("up", f"removed {len(stale)} shared-memory segment(s) of processes that died")
+    router, workers = child_specs(fleet, roles, logs, {INTERNAL_KEY_VARIABLE: key}, given["log_level"])
+
+    async def main() -> None:
+        supervisor = Supervisor(router, workers, key, progress.tell)
+        stop = asyncio.Event()
+
+        first_s: list[float] = []
+
+        def on_signal() -> None:
+            # A terminal and a parent such as make may both pass on one Ctrl-C: at once is not a second thought.
+            first_s.append(time.monotonic())
+            if first_s[-1] - first_s[0] > 1.0:
+                supervisor.kill()
+            stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        await supervisor.run(
+            given["ready_timeout_s"], lambda: announce(supervisor, fleet, logs, given["as_json"]), stop
+        )
+
+    asyncio.run(main())
+    progress.tell("up", "everything has ended")
+    return 0
+
+
+def fleet_roles(prefill: int | None, decode: int | None, colocated: int | None) -> list[Role]:
+    """One role for each worker."""
+    if colocated is not None:
+        if prefill is not None or decode is not None:
+            fix = "give it, or --prefill and --decode"
+            raise LocalError("--colocated is a single pool", field="colocated", fix=fix)
+        return ["both" for _ in range(colocated)]
+    pools: list[tuple[Role, int]] = [("prefill", prefill or 1), ("decode", decode or 1)]
+    return [role for role, count in pools for _ in range(count)]
+
+
+def complete(fleet: FleetSettings, roles: list[Role], progress: Progress) -> FleetSettings:
+    """Decide what was left open: the model directory, and KV memory that fits this machine."""
+    model = fleet.model
+    if not model.dir:
+        from kvbaton.engine.weights import default_model_dir
+
+        progress.tell("up", "preparing the default model")
+        model = dataclasses.replace(model, dir=str(default_model_dir()))
+    else:
+        model = dataclasses.replace(model, dir=str(Path(model.dir).resolve()))
+    if not model.kv_blocks and not model.kv_memory_mib:
+        import psutil
+
+        shared = 0 if fleet.worker.transport == "tcp" else sum(role != "decode" for role in roles)
+        shm_bytes = psutil.disk_usage("/dev/shm").free if shared else 0
+        fits_mib = fit_kv_memory_mib(len(roles), psutil.virtual_memory().available, shared, shm_bytes)
+        if fits_mib < LEAST_KV_MIB:
+            raise LocalError(
+                f"only {fits_mib} MiB of KV memory would fit for each worker",
+                field="kv_memory_mib",
+                fix="free memory, start fewer workers, give the container more shared memory, or use --transport tcp",
+            )
+        model = dataclasses.replace(model, kv_memory_mib=fits_mib)
+    router = dataclasses.replace(fleet.router, drain_s=fleet.worker.drain_s)
+    return dataclasses.replace(fleet, model=model, router=router)
+
+
+def child_specs(
+    fleet: FleetSettings, roles: list[Role], logs: Path, secrets_: dict[str, str], log_level: str
+) -> tuple[ChildSpec, list[ChildSpec]]:
+    """What to start: every setting goes by the environment, so that nothing is said twice and no secret is listed."""
+    base = {**without_settings(os.environ), **secrets_, "KVBATON_LOG_LEVEL": log_level}
+    drain_s = fleet.worker.drain_s
+    router_environ = {**base, **to_environ(model=fleet.model, router=fleet.router)}
+    router = ChildSpec("router", "router", router_environ, logs / "router.log", drain_s)
+    workers, seen = [], {"prefill": 0, "decode": 0, "both": 0}
+    cores = assign_cores(sorted(os.sched_getaffinity(0)), len(roles))
+    for role, own in zip(roles, cores, strict=True):
+        name = f"{role}-{seen[role]}"
+        seen[role] += 1
+        threads = fleet.worker.threads or len(own)
+        worker = dataclasses.replace(fleet.worker, role=role, cores=own, threads=threads, port=0, kv_port=0)
+        environ = {
+            **base,
+            **to_environ(model=fleet.model, worker=worker),
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        workers.append(ChildSpec(name, "worker", environ, logs / f"{name}.log", drain_s, role))
+    return router, workers
+
+
+class Progress:
+    """What happens, on stderr: one line each, with the time since the start."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+
+    def tell(self, who: str, what: str) -> None:
+        click.echo(f"{time.monotonic() - self._started_s:6.1f} s  {who:<12} {what}", err=True)
+
+
+def announce(supervisor: Supervisor, fleet: FleetSettings, logs: Path, as_json: bool) -> None:
+    """The result on stdout: where the fleet answers."""
+    url = supervisor.router.address
+    model = fleet.model.name or Path(fleet.model.dir).name
+    if as_json:
+        children = [
+            {"name": child.spec.name, "role": child.kind, "pid": child.pid, "url": child.address}
+            for child in supervisor.children
+        ]
+        click.echo(json.dumps({"url": url, "model": model, "processes": children, "log_dir": str(logs)}))
+        return
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    click.echo(f"{url}/v1")
+    click.echo(f"\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
+    click.echo(f"logs in {logs}; Ctrl-C ends it", err=True)
+
+
+def log_directory(given: Path | None) -> Path:
+    """A fresh directory; of those we made ourselves the oldest are removed."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        return given.resolve()
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvbaton" / "logs"
+    fresh = state / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    fresh.mkdir(parents=True)
+    for old in sorted(state.iterdir())[:-_KEPT_LOG_DIRECTORIES]:
+        shutil.rmtree(old, ignore_errors=True)
+    return fresh

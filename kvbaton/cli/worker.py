@@ -1,0 +1,47 @@
+"""``kvbaton worker``: one worker process, for fleets and for ``kvbaton up``."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvbaton.cli import child, options
+from kvbaton.config import internal_key
+
+
+@click.command("worker")
+@options.flags(options.WORKER_FLAGS, options.MODEL_FLAGS, options.ENGINE_FLAGS, options.DRAIN_FLAG)
+@options.config_option
+@options.log_level_option
+@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON when ready.")
+@click.option("--report-fd", type=int, hidden=True)
+@click.option("--tied", is_flag=True, hidden=True, help="End when the parent ends.")
+def worker_command(
+    settings: dict[str, dict[str, Any]],
+    config: Path | None,
+    log_level: str,
+    as_json: bool,
+    report_fd: int | None,
+    tied: bool,
+) -> int:
+    """One worker: loads the model, serves OpenAI's API on its own port, and hands KV to its peers.
+
+    Router and workers of a fleet share a key in the environment variable KVBATON_INTERNAL_KEY; without it the worker
+    answers clients but takes no orders from a router. SIGTERM drains: open requests end, offered blocks are read.
+    """
+    fleet = options.read_settings(config, settings)
+    child.stay_on(fleet.worker.cores)
+    # Imported late: everything heavy comes after the cores are chosen.
+    from kvbaton.observe.log import configure
+    from kvbaton.workers.process import run_worker
+
+    configure(f"worker-{fleet.worker.role}", log_level)
+    report = child.reporter(report_fd, as_json, f"{fleet.worker.role} worker")
+
+    async def work(stop: asyncio.Event) -> bool:
+        return await run_worker(fleet.model, fleet.worker, internal_key(), stop, report)
+
+    return child.run(work, tied)
