@@ -1,4 +1,4 @@
-"""A prefill side and a decode side joined by real sockets and real shared memory, checked and closed after each test."""
+"""A prefill side and a decode side joined by real sockets and shared memory, checked and closed after each test."""
 
 from __future__ import annotations
 

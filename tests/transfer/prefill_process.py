@@ -1,5 +1,5 @@
-"""Stands for the engine in the tests of the hand-off: real blocks, a real pool, a real thread, and KV that is a function
-of the tokens, so that every byte on the other side can be checked. Run as a script it is a whole prefill process.
+"""Stands for the engine in the tests of the hand-off: real blocks, a real pool, a real thread, and KV that is a
+function of the tokens, so that every byte on the other side can be checked. Run as a script it is a prefill process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvbaton.transfer.identity import host_identity
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.server import HandoffServer
 from kvbaton.transfer.wire import Identity
-from kvbaton.types import CapacityError, GenerateRequest, LocalError, SamplingParams, TokenOutput
+from kvbaton.types import GenerateRequest, LocalError, SamplingParams, TokenOutput
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
