@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
 from kvbaton.engine.sequence import Mode, Sequence
 from kvbaton.kv.blocks import BlockManager, BlockStored
-from kvbaton.types import CapacityError, GenerateRequest, SamplingParams, TokenOutput
+from kvbaton.types import CapacityError, GenerateRequest, LocalError, SamplingParams, TokenOutput
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 14
 VOCABULARY = 3
 Slot = tuple[int, int]
 
@@ -76,7 +75,7 @@ def finish_reason(seq: Sequence, num_output: int) -> str | None:
 class Worker:
     """Scheduler, blocks and pool, stepped like the engine steps them."""
 
-    def __init__(self, config: SchedulerConfig, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, config: SchedulerConfig, num_blocks: int) -> None:
         self.pool = Pool()
         self.generations: dict[int, int] = {}
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE, on_generation=self.generations.__setitem__)
@@ -117,7 +116,7 @@ class Worker:
         assert all(seq.state == "waiting" and seq.mode != "prefill_only" for seq in plan.preempted)
 
 
-CONFIG = SchedulerConfig(max_batch_tokens=12, max_running=6, max_context=64, max_waiting=8)
+MAX_CONTEXT = 64
 prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30)
 shared_prefixes = st.sampled_from([(), (1,) * 8, (1,) * 16, (2, 0, 1, 1) * 5])
 
@@ -135,8 +134,7 @@ class Reader:
 class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.worker = Worker(CONFIG)
-        self.scheduler, self.blocks, self.pool = self.worker.scheduler, self.worker.blocks, self.worker.pool
+        self.set_up(max_running=6, spare_tokens=6, max_chunk_tokens=None, num_blocks=14)
         self.now_s = 0.0
         self.num_made = 0
         self.live: dict[str, Sequence] = {}
@@ -144,10 +142,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrived: dict[str, int] = {}  # tokens of imports that were written
         self.index: set[bytes] = set()
 
+    @initialize(
+        max_running=st.integers(1, 6),
+        spare_tokens=st.integers(0, 12),
+        max_chunk_tokens=st.sampled_from([None, 1, 3, 8]),
+        num_blocks=st.sampled_from([12, 14, 20, 120]),  # from 100 on, room to grow is kept
+    )
+    def set_up(self, max_running: int, spare_tokens: int, max_chunk_tokens: int | None, num_blocks: int) -> None:
+        self.config = SchedulerConfig(max_running + spare_tokens, max_running, MAX_CONTEXT, 8, max_chunk_tokens)
+        self.worker = Worker(self.config, num_blocks)
+        self.scheduler, self.blocks, self.pool = self.worker.scheduler, self.worker.blocks, self.worker.pool
+
     def make(self, prompt: list[int], prefix: tuple[int, ...], max_tokens: int, mode: Mode, options: tuple) -> Sequence:
         self.num_made += 1
         salt, priority = options
-        tokens = (*prefix, *prompt)[: CONFIG.max_context - max_tokens]
+        tokens = (*prefix, *prompt)[: MAX_CONTEXT - max_tokens]
         sampling = SamplingParams(max_tokens=max_tokens)
         request = GenerateRequest(f"r{self.num_made}", tokens, sampling, cache_salt=salt, priority=priority)
         return Sequence(request, mode)
@@ -166,7 +175,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.scheduler.add(seq)
         except CapacityError:
-            assert self.scheduler.num_waiting >= CONFIG.max_waiting
+            assert self.scheduler.num_waiting >= self.config.max_waiting
+        except LocalError:
+            self.cannot_fit(seq)
         else:
             self.live[seq.request_id] = seq
 
@@ -179,10 +190,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         except CapacityError:
             assert before == (self.blocks.num_used, self.blocks.num_free, self.blocks.num_cached)
             return
+        except LocalError:
+            self.cannot_fit(seq)
+            return
         assert num_cached % BLOCK_SIZE == 0 and num_cached < seq.num_prompt_tokens
         self.pool.state_after(seq, all_tokens(seq), num_cached)
         self.live[seq.request_id] = seq
         self.arrived[seq.request_id] = num_cached
+
+    def cannot_fit(self, seq: Sequence) -> None:
+        num_tokens = seq.num_prompt_tokens + (seq.request.sampling.max_tokens - 1) * (seq.mode != "prefill_only")
+        assert num_tokens > self.blocks.num_blocks * BLOCK_SIZE
 
     @precondition(lambda self: self.arrived)
     @rule(data=st.data(), num_tokens=st.integers(1, 40))
