@@ -172,6 +172,9 @@ class Scheduler:
             raise LocalError(f"request id {seq.request_id} is already in use", field="request_id")
         if num_prompt < 1:
             raise LocalError("the prompt is empty", field="prompt")
+        prompt = seq.request.prompt_token_ids
+        if prompt and not 0 <= min(prompt) <= max(prompt) < 1 << 32:  # here, so that planning a step cannot fail on it
+            raise LocalError("a token id is negative or above 32 bits", field="prompt")
         if max_tokens < 1:
             raise LocalError(f"max_tokens must be at least 1, got {max_tokens}", field="max_tokens")
         if num_prompt + max_tokens > self.config.max_context:

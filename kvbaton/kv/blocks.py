@@ -27,7 +27,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from kvbaton.types import CapacityError
+from kvbaton.types import CapacityError, LocalError
 
 HASH_BYTES = 16  # 128 bits: a collision among 2**40 blocks has odds below 2**-48
 
@@ -53,7 +53,10 @@ def root_hash(salt: str = "") -> bytes:
 
 def extend_hashes(parent: bytes, token_ids: Iterable[int], block_size: int) -> list[bytes]:
     """Hashes of the full blocks of ``token_ids``, which follow the block (or root) whose hash is ``parent``."""
-    tokens = array("I", token_ids)
+    try:
+        tokens = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise LocalError(f"not a token id: {error}", field="prompt") from error
     if sys.byteorder == "big":  # peers and routers compare hashes across machines
         tokens.byteswap()
     content = memoryview(tokens).cast("B")

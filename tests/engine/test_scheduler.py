@@ -319,6 +319,8 @@ def test_who_can_never_fit_is_refused() -> None:
         ({"prompt": 10, "max_tokens": 8}, "max_tokens"),
         ({"prompt": 17, "max_tokens": 1, "mode": "prefill_only"}, "max_tokens"),
         ({"prompt": []}, "prompt"),
+        ({"prompt": [3, -1]}, "prompt"),
+        ({"prompt": [3, 1 << 32]}, "prompt"),
         ({"prompt": 4, "max_tokens": 0}, "max_tokens"),
     ):
         with pytest.raises(LocalError) as caught:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.kv.blocks import BlockManager, BlockRemoved, BlockStored, OutOfBlocks, block_hashes
-from kvbaton.types import CapacityError
+from kvbaton.types import CapacityError, LocalError
 
 
 def fill(blocks: BlockManager, hashes: list[bytes]) -> list[int]:
@@ -32,6 +32,13 @@ def test_hashes_are_the_same_on_every_machine() -> None:
     """Routers and peers compare them: the bytes are part of the protocol."""
     assert block_hashes(range(16), 16)[0].hex() == "4e17c02d1cea2f3225fde7667b4f4294"
     assert block_hashes(range(16), 16, salt="tenant")[0].hex() == "c5abab30aa92445a8cc13fd008d4f19a"
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32, "a"])
+def test_what_is_no_token_id_is_refused(token: object) -> None:
+    with pytest.raises(LocalError) as caught:
+        block_hashes([1, token], 2)  # type: ignore[list-item]
+    assert caught.value.field == "prompt"
 
 
 def test_salts_share_nothing() -> None:
