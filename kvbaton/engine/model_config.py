@@ -121,7 +121,7 @@ class ModelConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise LocalError(f"{path} is not valid JSON: {error}", field=path.name) from error
     if not isinstance(content, dict):
         raise LocalError(f"{path} must hold a JSON object", field=path.name)
@@ -234,8 +234,10 @@ def _eos_token_ids(config: JsonObject, generation_config: JsonObject) -> tuple[i
     ids: set[int] = set()
     for source in (config, generation_config):
         value = source.get("eos_token_id")
-        if value is not None:
-            ids.update(value if isinstance(value, list) else [value])
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in values):
+            raise LocalError(f"eos_token_id must be token ids, got {value!r}", field="eos_token_id")
+        ids.update(values)
     return tuple(sorted(ids))
 
 

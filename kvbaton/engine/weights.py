@@ -232,7 +232,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         raw = file.read(header_bytes)
     try:
         header = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LocalError(f"{path} has a broken header: {error}", field=path.name) from error
     if not isinstance(header, dict):
         raise LocalError(f"{path} has a broken header: not an object", field=path.name)

@@ -170,6 +170,7 @@ def test_missing_field_is_named(missing: str) -> None:
         ({"num_attention_heads": "4"}, "num_attention_heads", "positive"),
         ({"num_attention_heads": 6, "num_key_value_heads": 6}, "head_dim", "multiple"),
         ({"head_dim": 15}, "head_dim", "even"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id", "token ids"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window", "positive"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types", "1 layers of 4"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["linear"] * 4}, "layer_types", "linear"),
@@ -262,7 +263,7 @@ def test_from_dir(tmp_path) -> None:
 
 @settings(deadline=None)
 @given(
-    name=st.sampled_from([*sorted(BASE), "rope_scaling", "rope_parameters", "layer_types", "sliding_window"]),
+    name=st.sampled_from([*sorted(BASE), "rope_scaling", "rope_parameters", "layer_types", "eos_token_id"]),
     value=st.one_of(st.none(), st.integers(-3, 3), st.text(max_size=3), st.lists(st.integers(0, 3), max_size=2)),
     arch=st.sampled_from(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]),
 )
