@@ -1,0 +1,221 @@
+"""What is accepted, what is refused, and by which field's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.workers.openai_errors import ApiError
+from kvbaton.workers.openai_request import ApiRequest, Endpoint, RequestLimits, parse, resolve, tokenize
+
+LIMITS = RequestLimits()
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def completions(**body: Any) -> ApiRequest:
+    return parse("completions", json.dumps({"prompt": "x", **body}).encode(), LIMITS)
+
+
+def chat(**body: Any) -> ApiRequest:
+    return parse("chat", json.dumps({"messages": HELLO, **body}).encode(), LIMITS)
+
+
+def refusal(endpoint: Endpoint, raw: bytes | dict[str, Any]) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(endpoint, raw if isinstance(raw, bytes) else json.dumps(raw).encode(), LIMITS)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_every_sampling_parameter_reaches_the_engine() -> None:
+    sampling = completions(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        seed=3,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.2,
+        logit_bias={"5": -100},
+        logprobs=3,
+        stop=["a", "b"],
+        stop_token_ids=[1],
+        min_tokens=2,
+        ignore_eos=True,
+        include_stop_str_in_output=True,
+    ).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed) == (
+        0.5,
+        0.9,
+        7,
+        0.1,
+        3,
+    )
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.2)
+    assert (sampling.logit_bias, sampling.logprobs, sampling.stop, sampling.stop_token_ids) == (
+        {5: -100.0},
+        3,
+        ("a", "b"),
+        (1,),
+    )
+    assert (sampling.min_tokens, sampling.ignore_eos, sampling.include_stop_str_in_output) == (2, True, True)
+
+
+def test_null_means_not_given() -> None:
+    names = ("max_tokens", "temperature", "stop", "seed", "logit_bias", "stream", "n", "tools", "response_format")
+    assert completions(**dict.fromkeys(names)).sampling == completions().sampling
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts"),
+    [("a b", 1), ([1, 2, 3], 1), ([[1, 2], [3, 4, 5]], 2), (["a", "b"], 2), ("", 1)],
+)
+def test_every_form_of_prompt(prompt: Any, num_prompts: int) -> None:
+    assert len(completions(prompt=prompt).prompts) == num_prompts
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["x"] * 65}, "prompt"),
+        ({"n": 0}, "n"),
+        ({"n": 10000}, "n"),
+        ({"n": True}, "n"),
+        ({"prompt": ["x"] * 64, "n": 3}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "7"}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": 2**64}, "seed"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"logprobs": 1_000_000_000}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"messages": HELLO}, "messages"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"kv_transfer_params": {"remote_host": "10.0.0.1"}}, "kv_transfer_params"),
+        ({"kvbaton": {"request_id": "a", "prompt_token_ids": [], "remote": 1}}, "kvbaton"),
+    ],
+)
+def test_completions_refused_by_name(body: dict[str, Any], param: str) -> None:
+    assert refusal("completions", {"prompt": "x", **body}).param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [*HELLO, {"role": "user", "content": None}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": HELLO * 2049}, "messages"),
+        ({"prompt": "x"}, "prompt"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"audio": {}}, "audio"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+def test_chat_refused_by_name(body: dict[str, Any], param: str) -> None:
+    assert refusal("chat", {"messages": HELLO, **body}).param == param
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"prompt":"\xff"}',
+        b'{"prompt":"\\ud800"}',
+        b"[" * 100_000,
+        b'{"prompt":"x","user":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt":"x","temperature":1e999}',
+    ],
+)
+def test_broken_json_is_a_plain_400(raw: bytes) -> None:
+    error = refusal("completions", raw)
+    assert error.body().startswith(b'{"error":{"message":')
+
+
+def test_harmless_openai_fields_are_ignored() -> None:
+    chat(user="u", metadata={"a": "b"}, store=False, service_tier="auto", response_format={"type": "text"}, tools=[])
+
+
+def test_content_parts_are_joined_and_developer_is_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = chat(messages=[{"role": "developer", "content": parts}])
+    assert request.messages == ({"role": "system", "content": "a\nb"},)
+
+
+class TestResolve:
+    @pytest.fixture
+    def tokenizer(self, tiny_model_dir: Path) -> Tokenizer:
+        return Tokenizer.load(tiny_model_dir)
+
+    def resolve(self, request: ApiRequest, tokenizer: Tokenizer, max_context: int = 100) -> list[Any]:
+        prompts = tokenize(request, tokenizer, max_context, LIMITS)
+        return resolve(request, prompts, tokenizer, max_context, "id", (7,))
+
+    def test_defaults_of_max_tokens(self, tokenizer: Tokenizer) -> None:
+        assert self.resolve(completions(prompt=[1] * 10), tokenizer)[0].sampling.max_tokens == 16
+        assert self.resolve(completions(prompt=[1] * 95), tokenizer)[0].sampling.max_tokens == 5
+        request = self.resolve(chat(), tokenizer)[0]
+        assert request.sampling.max_tokens == 100 - len(request.prompt_token_ids)
+        assert self.resolve(chat(max_completion_tokens=20), tokenizer)[0].sampling.max_tokens == 20
+
+    def test_beyond_the_context_is_refused_before_any_work(self, tokenizer: Tokenizer) -> None:
+        assert len(self.resolve(completions(prompt=[1] * 90, max_tokens=10), tokenizer)) == 1
+        for request in (completions(prompt=[1] * 90, max_tokens=11), completions(prompt="y" * 10_000)):
+            with pytest.raises(ApiError) as caught:
+                self.resolve(request, tokenizer)
+            assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+    @pytest.mark.parametrize("prompt", [[-1], [99999999], "", [""]])
+    def test_what_is_not_a_prompt_for_this_model(self, tokenizer: Tokenizer, prompt: Any) -> None:
+        with pytest.raises(ApiError) as caught:
+            self.resolve(completions(prompt=prompt), tokenizer)
+        assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+    def test_min_tokens_above_max_tokens(self, tokenizer: Tokenizer) -> None:
+        with pytest.raises(ApiError) as caught:
+            self.resolve(completions(max_tokens=4, min_tokens=5), tokenizer)
+        assert caught.value.param == "min_tokens"
+
+    def test_choices_are_prompt_major_with_ids_and_seeds_of_their_own(self, tokenizer: Tokenizer) -> None:
+        sequences = self.resolve(completions(prompt=["a", "b", "c"], n=2, seed=5), tokenizer)
+        assert [s.request_id for s in sequences] == [f"id.{i}" for i in range(6)]
+        assert [s.sampling.seed for s in sequences] == [5, 6] * 3
+        assert sequences[0].prompt_token_ids == sequences[1].prompt_token_ids != sequences[2].prompt_token_ids
+        assert sequences[0].eos_token_ids == (7,)
