@@ -3,7 +3,7 @@
     python -m benchmarks.soak [--minutes 20] [--prefill 2] [--decode 2] [--kill-every 45] [--json FILE]
 
 Starts a real fleet with ``kvbaton up``, keeps more clients busy than it has places, has a share of them hang up at a
-random moment, and kills a random worker process with SIGKILL every so often (``up`` starts it anew). Exit code 1, unless
+random moment, and kills a random worker process with SIGKILL (``up`` starts it anew). Exit code 1 unless
 
     every request was answered, refused with an error in OpenAI's shape, or ended by an error event in its stream;
     every answer of a fixed greedy prompt was the one the quiet fleet gave before;
@@ -218,7 +218,7 @@ def start_fleet(args: argparse.Namespace) -> tuple[subprocess.Popen, str]:
 
 
 def leftovers(pids: list[int]) -> list[str]:
-    """What the fleet should have taken with it. A segment whose owner lives belongs to somebody else on this machine."""
+    """What the fleet should have taken with it. A segment whose owner lives belongs to somebody else here."""
     found = [f"process {pid}" for pid in pids if psutil.pid_exists(pid)]
     for path in Path("/dev/shm").glob("kvbaton-*"):
         with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
