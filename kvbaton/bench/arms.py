@@ -69,6 +69,7 @@ async def running(arm: Arm, log_path: Path) -> AsyncIterator[str]:
             "kvbaton.cli.main",
             "up",
             *arm.up,
+            *(() if "--port" in arm.up else ("--port", "0")),  # any free one: two arms may stand side by side
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
             stdin=asyncio.subprocess.DEVNULL,

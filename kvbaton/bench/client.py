@@ -79,7 +79,7 @@ class LoadClient:
         self.pool = HttpPool(config.url, now_s, config.headers)
         self._encode = encode
         self._now_s = now_s
-        self._zero_s = 0.0
+        self.zero_s = 0.0
         self._permits = asyncio.Semaphore(config.max_concurrency) if config.max_concurrency else None
         self._lags_s: list[float] = []
         self._loop_lags_s: list[float] = []
@@ -88,7 +88,7 @@ class LoadClient:
 
     async def warm_up(self, requests: Sequence[PlannedRequest], concurrency: int) -> list[RequestSample]:
         """Sends the warm-up, a few at a time, and waits for all: its cold starts stay out of the timed run."""
-        self._zero_s = self._now_s()
+        self.zero_s = self._now_s()
         samples = await self._closed(iter(self._prepare(requests)), max(1, concurrency), float("inf"))
         self._lags_s.clear()
         return samples
@@ -110,7 +110,7 @@ class LoadClient:
 
                 for request, data in prepared:
                     assert request.intended_s is not None, "an open loop has due instants"
-                    pacer.at(self._zero_s + request.intended_s, send, request, data)
+                    pacer.at(self.zero_s + request.intended_s, send, request, data)
                 if prepared:
                     await last.wait()
 
@@ -146,7 +146,7 @@ class LoadClient:
 
         async def user() -> None:
             for request, data in requests:
-                if self._now_s() - self._zero_s >= stop_after_s:
+                if self._now_s() - self.zero_s >= stop_after_s:
                     return
                 await self._one(request, data, samples)
 
@@ -157,12 +157,12 @@ class LoadClient:
 
     async def _one(self, request: PlannedRequest, data: bytes, samples: list[RequestSample]) -> None:
         started = self._now_s()
-        due = self._zero_s + request.intended_s if request.intended_s is not None else started
+        due = self.zero_s + request.intended_s if request.intended_s is not None else started
         sample = RequestSample(
             index=request.index,
             phase=request.phase,
-            intended_s=round(due - self._zero_s, 6),
-            started_s=round(started - self._zero_s, 6),
+            intended_s=round(due - self.zero_s, 6),
+            started_s=round(started - self.zero_s, 6),
             max_tokens=request.max_tokens,
             prompt_tokens=request.prompt_tokens,
         )
@@ -205,7 +205,7 @@ class LoadClient:
     def _keep(self, sample: RequestSample, reader: StreamReader, response: Response) -> None:
         for name in ("connected_s", "sent_s", "headers_s", "closed_s"):
             value = getattr(response, name)
-            setattr(sample, name, None if value is None else round(value - self._zero_s, 6))
+            setattr(sample, name, None if value is None else round(value - self.zero_s, 6))
         sample.status = response.status
         sample.headers = {name: value for name, value in response.headers.items() if name in KEPT_HEADERS}
         # With a tokenizer, counting may cost milliseconds: it waits until the load is over.
@@ -217,7 +217,7 @@ class LoadClient:
         self.progress.failed += sample.error is not None
 
     def _finish(self, sample: RequestSample, reader: StreamReader) -> None:
-        fill_from_stream(sample, reader, self._zero_s, self._encode)
+        fill_from_stream(sample, reader, self.zero_s, self._encode)
         if self.config.save_text:
             sample.text = "".join(chunk.text for chunk in reader.chunks)
         self.on_sample(sample)
@@ -235,12 +235,12 @@ class LoadClient:
         gc.collect()
         gc.freeze()
         gc.disable()
-        self._zero_s = self._now_s()
+        self.zero_s = self._now_s()
         cpu_before = time.process_time()
         probe = asyncio.ensure_future(self._probe())
         try:
             await load()  # type: ignore[misc]
-            wall = self._now_s() - self._zero_s
+            wall = self._now_s() - self.zero_s
             cpu = time.process_time() - cpu_before
         finally:
             probe.cancel()

@@ -20,7 +20,7 @@ import httptools
 
 from kvbaton.types import LocalError, RemoteError
 
-BodySink = Callable[[bytes, float], None]
+BodySink = Callable[[bytes, float], object]
 # An error page is for reading, not for measuring; more than this is cut.
 MAX_ERROR_BYTES = 4096
 

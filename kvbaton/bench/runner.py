@@ -157,7 +157,7 @@ async def run_load(
         client.pool.close()
     after = await scrape(urls)
     wall_s = max((sample.closed_s or sample.started_s for sample in samples), default=0.0)
-    footer = RunFooter(report, wall_s, _server(before, after))
+    footer = RunFooter(report, wall_s, _server(before, after), client.zero_s)
     run = Run(header, [*warmed, *sorted(samples, key=lambda sample: sample.index)], footer)
     if samples_path is not None:
         write_run(samples_path, run)

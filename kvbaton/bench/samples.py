@@ -186,6 +186,7 @@ class RunFooter(msgspec.Struct):
     client: ClientReport
     wall_s: float
     server_metrics: dict[str, Any] = {}
+    zero_monotonic_s: float = 0.0  # the run's zero on the machine's own clock, to set it beside other records there
 
 
 class Run(msgspec.Struct):

@@ -39,7 +39,7 @@ async def test_a_whole_stream_is_measured_against_what_the_server_did() -> None:
     for sample, played in zip(samples, server.played, strict=True):
         assert sample.ok and sample.output_tokens == 10 and sample.counted_by == "usage"
         # The read instants come after the writes of the same chunks, in the same order (both are monotonic time).
-        reads = [time + client._zero_s for time, _ in sample.visible()]
+        reads = [time + client.zero_s for time, _ in sample.visible()]
         assert all(read >= wrote - 1e-4 for read, wrote in zip(reads, played.writes_s[1:11], strict=True))
         assert reads == sorted(reads)
     assert len({sample.closed_s for sample in samples}) == 3
