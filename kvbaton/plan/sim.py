@@ -30,11 +30,13 @@ from kvbaton.router.policy import Decision, NoWorker, RequestView, decide
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, SamplingParams
 
+CALM = Incidents()
+
 
 class Simulation:
     """One fleet, one trace, one run."""
 
-    def __init__(self, fleet: FleetSpec, trace: Trace, incidents: Incidents = Incidents()) -> None:
+    def __init__(self, fleet: FleetSpec, trace: Trace, incidents: Incidents = CALM) -> None:
         self.spec = fleet
         self.incidents = incidents
         self.records: dict[str, Record] = {}
@@ -357,6 +359,6 @@ def _hashes(request: TraceRequest, per_block: int, size: int, cache: dict[int, b
     return hashes
 
 
-def simulate(fleet: FleetSpec, trace: Trace, incidents: Incidents = Incidents()) -> SimResult:
+def simulate(fleet: FleetSpec, trace: Trace, incidents: Incidents = CALM) -> SimResult:
     """Run it."""
     return Simulation(fleet, trace, incidents).run()

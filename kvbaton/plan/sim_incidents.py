@@ -66,7 +66,7 @@ class Fleet:
         ]  # fmt: skip
 
     def scale(self, now_s: float) -> tuple[float, list[tuple[float, SimWorker]]]:
-        """Decide for each pool. Returns when to decide next, and the workers that start with the time they are ready."""
+        """Decide for each pool. Returns when to decide next, and who starts with the time they are ready."""
         scaling = self._incidents.scaling
         assert scaling is not None
         started = []
