@@ -338,16 +338,22 @@ class TcpSource:
     def _fill(self, views: list[memoryview], asked: _Asked | None) -> None:
         """Receive exactly the size of ``views``; into scratch once ``asked`` is revoked."""
         left = sum(view.nbytes for view in views)
+        polled = False
         while left:
-            self._await_readable()
             # Under the lock, and without waiting: after ``stop_copies`` has had the lock, nothing lands.
             with self._lock:
+                poll_first = not polled and (self._closed or self._unsent)
                 revoked = asked is not None and asked.revoked
                 target = [self._scratch[: min(left, _SCRATCH_BYTES)]] if revoked else views[:_MAX_PIECES]
                 try:
-                    received = self._sock.recvmsg_into(target)[0]
+                    received = None if poll_first else self._sock.recvmsg_into(target)[0]
                 except BlockingIOError:
-                    continue
+                    received = None
+            if received is None:
+                self._await_readable()
+                polled = True
+                continue
+            polled = False
             if received == 0:
                 raise PeerUnreachable("the peer closed the data connection")
             left -= received

@@ -462,9 +462,7 @@ async def test_a_client_that_closes_fails_its_pulls_and_frees_the_prefill_side(m
         ([1, 2, 3], 5, "have_tokens"),
     ],
 )
-async def test_destinations_that_make_no_sense_are_refused_before_anything_is_asked(
-    make_pair, blocks, have_tokens, field
-):
+async def test_destinations_without_sense_are_refused_before_anything_is_asked(make_pair, blocks, have_tokens, field):
     pair = await make_pair()
     with pytest.raises(LocalError) as caught:
         await pair.pull_all(make_request("r", 40), blocks=blocks, have_tokens=have_tokens)

@@ -1,8 +1,8 @@
 """Both sessions, two real block managers and a hostile network between them.
 
 The network drops, repeats, reorders and delays; either side may crash, the reader may abort, the lease may end, the
-engine may fail, and freed blocks are handed to others at once. Checked after every step: nobody completes with wrong KV,
-no block is freed while its reader is within the lease, nothing lands in blocks that were given back, one outcome each.
+engine may fail, and freed blocks are handed to others at once. Checked after every step: nobody completes with wrong
+KV, no block is freed under a live reader, nothing lands in blocks that were given back, one outcome each.
 Checked at the end: time passes, everything terminates, and no block, pin or ticket is left.
 """
 
