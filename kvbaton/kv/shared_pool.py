@@ -152,7 +152,7 @@ class SharedPool:
 
 def sweep_stale() -> list[str]:
     """Remove segments whose owner is dead (``kill -9`` leaves them behind). Names of those removed."""
-    removed = []
+    removed: list[str] = []
     if not SHM_DIR.is_dir():
         return removed
     for path in sorted(SHM_DIR.glob(f"{PREFIX}*")):

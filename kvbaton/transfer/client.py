@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -93,7 +93,7 @@ class HandoffClient:
         have_tokens: int,
         block_ids: Sequence[int],
         deadline_s: float = 600.0,
-    ) -> AsyncIterator[FirstToken | Completed]:
+    ) -> AsyncGenerator[FirstToken | Completed, None]:
         """``block_ids`` hold the prompt from its first token on; of them, the first ``have_tokens`` are filled already.
 
         ``deadline_s``: from now until everything is here. Raises HandoffError, CapacityError (the peer has no room),
@@ -328,7 +328,7 @@ class _Pull:
         self._feed(pulling.Tick(self._clock.now_s()))
 
 
-async def pull_all(events: AsyncIterator[FirstToken | Completed]) -> tuple[FirstToken, Completed]:
+async def pull_all(events: AsyncGenerator[FirstToken | Completed, None]) -> tuple[FirstToken, Completed]:
     """Both events of a pull, for callers that have no use for the first token before the rest."""
     first: FirstToken | None = None
     async with contextlib.aclosing(events) as stream:

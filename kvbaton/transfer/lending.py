@@ -140,8 +140,9 @@ class LendingConnection:
     async def run(self, sock: socket.socket) -> None:
         """Until the connection ends; then everything on it has ended."""
         try:
-            self._channel = ControlChannel(ToPrefill, self._message, self._lost, self.server.options)
-            await self._loop.connect_accepted_socket(lambda: self._channel, sock)
+            channel = ControlChannel(ToPrefill, self._message, self._lost, self.server.options)
+            self._channel = channel
+            await self._loop.connect_accepted_socket(lambda: channel, sock)
             await asyncio.shield(self._closed)
         finally:
             self._end_sessions()

@@ -182,6 +182,12 @@ class PrefillSession:
     def step(self, event: object) -> list[Action]:
         return walk(self, TABLE, event)
 
+    @property
+    def _agreed(self) -> Offer:
+        """In the states that have one."""
+        assert self._offer is not None
+        return self._offer
+
     # -- what the rows do
 
     def _absorb(self, _event: object) -> list[Action]:
@@ -215,14 +221,14 @@ class PrefillSession:
         return self._fail("internal", "the prefill was preempted after it was offered", abort=True)
 
     def _computed(self, event: Computed) -> list[Action]:
-        return [Send(Progress(self._offer.ticket, event.tokens_ready, event.layers_ready))]
+        return [Send(Progress(self._agreed.ticket, event.tokens_ready, event.layers_ready))]
 
     def _first(self, event: Sampled) -> list[Action]:
         if self._sampled:
             return []
         self._sampled = True
         queue_s, prefill_s = self._offered_s - self._started_s, event.now_s - self._offered_s
-        return [Send(First(self._offer.ticket, event.output, queue_s, prefill_s))]
+        return [Send(First(self._agreed.ticket, event.output, queue_s, prefill_s))]
 
     def _engine_failed(self, event: EngineFailed) -> list[Action]:
         error = event.error
@@ -234,7 +240,7 @@ class PrefillSession:
         return self._fail("internal", str(error) or type(error).__name__)
 
     def _acked(self, event: AckArrived) -> list[Action]:
-        if event.ticket != self._offer.ticket:
+        if event.ticket != self._agreed.ticket:
             return []
         if not self._sampled:  # it cannot have everything: take it as a reader that gave up
             return self._abandon()
@@ -248,7 +254,7 @@ class PrefillSession:
         return [Close(self.state)]
 
     def _renew(self, event: RenewArrived) -> list[Action]:
-        if event.ticket != self._offer.ticket:
+        if event.ticket != self._agreed.ticket:
             return [Send(RenewReply(event.ticket, False))]
         self._num_renewing += 1
         return [RenewLease(self._lease_s)]
@@ -261,7 +267,7 @@ class PrefillSession:
         if not event.renewed:
             return self._fail("lease", "the lease on the offered blocks ended", abort=True)
         self._lease_until_s = max(self._lease_until_s, event.asked_s + self._lease_s)
-        return [Send(RenewReply(self._offer.ticket, True))]
+        return [Send(RenewReply(self._agreed.ticket, True))]
 
     def _tick(self, event: Tick) -> list[Action]:
         if event.now_s < self._lease_until_s or self._num_renewing:

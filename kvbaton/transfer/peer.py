@@ -39,6 +39,7 @@ from kvbaton.transfer.wire import (
     Ping,
     Pong,
     Progress,
+    Refused,
     RenewReply,
     ToDecode,
     encode_frame,
@@ -222,9 +223,10 @@ async def _handshake(address: tuple[str, int], ours: Identity) -> tuple[socket.s
         hello = make_hello(ours, PROTOCOL_VERSION, digest(ours.fingerprint))
         await loop.sock_sendall(sock, encode_frame(hello))
         reply = MessageDecoder(OpeningReply).decode(await receive_frame(sock, HANDSHAKE_FRAME_BYTES))
-        if not isinstance(reply, HelloReply):
+        if isinstance(reply, Refused):
             why = _reason(reply.reason, reply.differences)
             raise PeerRefused(f"{_show(address)} refused: {why}", reply.differences)
+        assert isinstance(reply, HelloReply)
         found = refusals(reply.identity, ours)  # never only the peer's word for it
         if found:
             raise PeerRefused(f"KV of {_show(address)} is not ours: {_reason('', found)}", found)

@@ -209,6 +209,17 @@ class DecodeSession:
             ended = self._first.output.finish_reason is not None
             assert ended or (self._plan is not None and self._num_copied == self._plan.num_layer_blocks)
 
+    @property
+    def _agreed(self) -> Offer:
+        """In the states that have one."""
+        assert self._offer is not None
+        return self._offer
+
+    @property
+    def _reading(self) -> CopyPlan:
+        assert self._plan is not None
+        return self._plan
+
     # -- what the rows do
 
     def _absorb(self, _event: object) -> list[Action]:
@@ -243,9 +254,9 @@ class DecodeSession:
         return [Send(self._abort())]
 
     def _progressed(self, event: Progressed) -> list[Action]:
-        if event.ticket != self._offer.ticket:
+        if event.ticket != self._agreed.ticket:
             return []
-        self._plan.progress(event.tokens_ready, event.layers_ready)
+        self._reading.progress(event.tokens_ready, event.layers_ready)
         return self._pull_on()
 
     def _first_arrived(self, event: FirstArrived) -> list[Action]:
@@ -274,13 +285,13 @@ class DecodeSession:
         return self._close_if_drained()
 
     def _lease_answered(self, event: LeaseAnswered) -> list[Action]:
-        if event.ticket != self._offer.ticket:
+        if event.ticket != self._agreed.ticket:
             return []
         if not event.renewed:
             return self._lease_lost("the prefill side says that the lease is gone")
         if self._renew_sent_s is not None:
-            self._lease_until_s = max(self._lease_until_s, self._renew_sent_s + self._offer.lease_s)
-            self._renew_at_s = self._renew_sent_s + self._offer.lease_s / 3
+            self._lease_until_s = max(self._lease_until_s, self._renew_sent_s + self._agreed.lease_s)
+            self._renew_at_s = self._renew_sent_s + self._agreed.lease_s / 3
             self._renew_sent_s = None
         return []
 
@@ -306,8 +317,8 @@ class DecodeSession:
         if event.now_s >= self._renew_at_s:
             if self._renew_sent_s is None:
                 self._renew_sent_s = event.now_s
-            self._renew_at_s = event.now_s + self._offer.lease_s / 3
-            return [Send(Renew(self._offer.ticket))]
+            self._renew_at_s = event.now_s + self._agreed.lease_s / 3
+            return [Send(Renew(self._agreed.ticket))]
         return []
 
     # -- helpers
@@ -324,13 +335,13 @@ class DecodeSession:
         # A request of one token ends at its first one: its KV is for nobody.
         wanted = self.request.sampling.max_tokens > 1 or self._first is not None
         while wanted and len(self._in_flight) < self._limits.max_copies:
-            region = self._plan.next_region(self._limits.max_layer_blocks)
+            region = self._reading.next_region(self._limits.max_layer_blocks)
             if region is None:
                 break
             self._in_flight.add(region)
-            actions.append(StartCopy(self._offer, region))
-        if self._first is not None and self._plan.exhausted and not self._in_flight:
-            actions += self._end(Pulling.DONE, None, Ack(self._offer.ticket))
+            actions.append(StartCopy(self._agreed, region))
+        if self._first is not None and self._reading.exhausted and not self._in_flight:
+            actions += self._end(Pulling.DONE, None, Ack(self._agreed.ticket))
         return actions
 
     def _end(self, state: Pulling, error: KvbatonError | None, farewell: Ack | Abort | None) -> list[Action]:
@@ -343,6 +354,7 @@ class DecodeSession:
     def _close_if_drained(self) -> list[Action]:
         if self._in_flight:
             return []
+        assert self._verdict is not None
         self.state, error = self._verdict
         farewell = [] if self._farewell is None else [Send(self._farewell)]
         return [*farewell, Finish(self.state, error, self._num_copied)]

@@ -257,7 +257,7 @@ class TcpSource:
     # -- on the receiver's thread
 
     def _run(self) -> None:
-        error = PeerUnreachable("the data connection was closed")
+        error: HandoffError = PeerUnreachable("the data connection was closed")
         try:
             self._receive_frames()
         except HandoffError as found:
