@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,8 +142,10 @@ def _make_pool(layout: KVLayout, num_blocks: int, named: bool) -> SharedPool:
     return SharedPool.create(layout, num_blocks, segment_name(incarnation) if named else None, incarnation)
 
 
-async def lend(layout: KVLayout, num_blocks: int, run_blocks: int, host: str, port: int, until: asyncio.Future) -> None:  # type: ignore[type-arg]
-    """Serves until ``until`` is done; prints the port first."""
+async def lend(
+    layout: KVLayout, num_blocks: int, run_blocks: int, host: str, port: int, until: Awaitable[object]
+) -> None:
+    """Serves until ``until`` is over; prints the port first."""
     pool = _make_pool(layout, num_blocks, named=True)
     # Every page is touched now; a first read must not pay for the kernel's zeroing.
     pool.buffer.view(np.uint64)[:] = np.arange(pool.buffer.nbytes // 8, dtype=np.uint64)
@@ -290,6 +293,17 @@ async def _lender(spec: LinkSpec) -> AsyncIterator[tuple[str, int]]:
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+async def lend_forever(spec: LinkSpec) -> None:
+    """Lends on the specification's address until the command is ended."""
+    assert spec.address is not None
+    host, port = spec.address
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    await lend(spec.layout, pool_blocks(spec), spec.run_blocks, host, port, ended.wait())
 
 
 def layout_of(model: Path, block_size: int, kv_dtype: str) -> KVLayout:

@@ -7,189 +7,33 @@ inside the commands, so that ``--help`` stays instant.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Coroutine
-from functools import reduce, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from kvbaton.types import LocalError, RemoteError
+from kvbaton.cli.bench_options import (
+    fleet_of,
+    fleet_options,
+    gate_options,
+    gates_of,
+    headers_of,
+    host_port,
+    load_options,
+    load_spec,
+    numbers,
+    print_json,
+    run_loop,
+    says_whose_fault,
+)
+from kvbaton.types import LocalError
 
 if TYPE_CHECKING:
-    from kvbaton.bench.cost import Fleet
+    from kvbaton.bench.compare import CompareSpec
     from kvbaton.bench.stats import Gates
     from kvbaton.bench.workload import LoadSpec
-
-
-def says_whose_fault(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Our own input errors end with 2, an endpoint's with 1; one line either way."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except (LocalError, RemoteError) as error:
-            field = f"{error.field}: " if error.field else ""
-            click.echo(f"kvbaton: {field}{error}", err=True)
-            sys.exit(2 if isinstance(error, LocalError) else 1)
-
-    return run
-
-
-def run_loop(work: Coroutine[Any, Any, Any]) -> Any:
-    """On uvloop where it is installed: its reads are cheaper, so their stamps are earlier."""
-    try:
-        import uvloop
-    except ImportError:
-        import asyncio
-
-        return asyncio.run(work)
-    return uvloop.run(work)
-
-
-def options(*added: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several click options as one decorator, in the order they are written."""
-    return lambda command: reduce(lambda wrapped, option: option(wrapped), reversed(added), command)
-
-
-def print_json(answer: Any) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
-
-
-load_options = options(
-    click.option("--endpoint", type=click.Choice(["chat", "completions"]), default="chat", show_default=True),
-    click.option("--model", default="", help="Model name to ask for.  [default: the first the endpoint lists]"),
-    click.option(
-        "--arrivals",
-        type=click.Choice(["poisson", "gamma", "constant", "closed", "trace"]),
-        default="poisson",
-        show_default=True,
-        help="closed: --concurrency users, each sends when its last answer ended; trace: as recorded.",
-    ),
-    click.option("--rate", type=float, default=1.0, show_default=True, help="Requests per second."),
-    click.option("--cv", type=float, default=1.0, show_default=True, help="Burstiness of gamma arrivals."),
-    click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Users of a closed loop."),
-    click.option("--max-concurrency", type=click.IntRange(1), help="Limit in flight; waiting counts as latency."),
-    click.option("--duration", type=float, default=30.0, show_default=True, help="Steady window, seconds."),
-    click.option("--requests", "num_requests", type=click.IntRange(1), help="Stop after this many."),
-    click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Requests sent before, apart."),
-    click.option("--keep-warmup", is_flag=True, help="Count the warm-up in the numbers."),
-    click.option("--ramp", type=float, default=0.0, show_default=True, help="Seconds of rising rate, left out."),
-    click.option("--cooldown", type=float, default=0.0, show_default=True, help="Seconds of load after, left out."),
-    click.option("--input", "input_", default="256", show_default=True, help="Prompt tokens, see LENGTHS."),
-    click.option("--output", default="64", show_default=True, help="Output tokens, see LENGTHS."),
-    click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="Mooncake, Azure, ShareGPT, plain."),
-    click.option("--trace-speed", type=float, default=1.0, show_default=True, help="Replay so many times as fast."),
-    click.option("--trace-scale", type=float, default=1.0, show_default=True, help="Lengths times this."),
-    click.option("--shared-prefix", type=click.IntRange(0), default=0, show_default=True, help="Tokens all share."),
-    click.option("--prefix-groups", type=click.IntRange(1), default=1, show_default=True, help="Different prefixes."),
-    click.option("--prompt-format", type=click.Choice(["text", "ids"]), default="text", show_default=True),
-    click.option("--tokenizer", default="", help="Directory with tokenizer.json, or none.  [default: the model's]"),
-    click.option("--seed", type=int, default=0, show_default=True),
-    click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds for one answer."),
-    click.option("--stop-at-eos", is_flag=True, help="Do not send ignore_eos (hosted endpoints refuse it)."),
-    click.option("--extra-body", default="{}", help="JSON object added to every request."),
-    click.option("--max-lag-ms", type=float, default=10.0, show_default=True, help="Client lag that voids the run."),
-)
-gate_options = options(
-    click.option("--ttft-slo", type=float, help="Gate on TTFT, milliseconds."),
-    click.option("--tpot-slo", type=float, help="Gate on TPOT, milliseconds."),
-    click.option("--attainment", type=float, default=0.9, show_default=True, help="Share that must meet both gates."),
-)
-fleet_options = options(
-    click.option("--gpus", type=float, default=0.0, help="GPUs of a colocated fleet."),
-    click.option("--prefill-gpus", type=float, default=0.0),
-    click.option("--decode-gpus", type=float, default=0.0),
-    click.option("--gpu-price", type=float, default=0.0, help="Price of a GPU-hour, for every pool."),
-    click.option("--prefill-price", type=float, help="Price of a prefill GPU-hour.  [default: --gpu-price]"),
-    click.option("--decode-price", type=float, help="Price of a decode GPU-hour.  [default: --gpu-price]"),
-)
-
-
-def load_spec(url: str, given: dict[str, Any]) -> LoadSpec:
-    """The load options of a command as a specification; takes them out of ``given``."""
-    from kvbaton.bench.workload import LoadSpec
-
-    try:
-        extra = json.loads(given.pop("extra_body"))
-    except ValueError as error:
-        raise LocalError(f"not JSON: {error}", field="extra_body") from error
-    if not isinstance(extra, dict):
-        raise LocalError("it must be a JSON object", field="extra_body")
-    return LoadSpec(
-        url=url,
-        endpoint=given.pop("endpoint"),
-        model=given.pop("model"),
-        arrivals=given.pop("arrivals"),
-        rate_per_s=given.pop("rate"),
-        cv=given.pop("cv"),
-        concurrency=given.pop("concurrency"),
-        max_concurrency=given.pop("max_concurrency"),
-        warmup_requests=given.pop("warmup"),
-        ramp_s=given.pop("ramp"),
-        steady_s=given.pop("duration"),
-        cooldown_s=given.pop("cooldown"),
-        num_requests=given.pop("num_requests"),
-        input=given.pop("input_"),
-        output=given.pop("output"),
-        trace=given.pop("trace"),
-        trace_speed=given.pop("trace_speed"),
-        trace_scale=given.pop("trace_scale"),
-        shared_prefix_tokens=given.pop("shared_prefix"),
-        shared_prefix_groups=given.pop("prefix_groups"),
-        prompt_format=given.pop("prompt_format"),
-        tokenizer=given.pop("tokenizer"),
-        seed=given.pop("seed"),
-        timeout_s=given.pop("timeout"),
-        ignore_eos=not given.pop("stop_at_eos"),
-        extra_body=extra,
-        max_lag_ms=given.pop("max_lag_ms"),
-        keep_warmup=given.pop("keep_warmup"),
-    )
-
-
-def gates_of(given: dict[str, Any]) -> Gates | None:
-    from kvbaton.bench.stats import Gates
-
-    ttft, tpot, share = given.pop("ttft_slo"), given.pop("tpot_slo"), given.pop("attainment")
-    if ttft is None and tpot is None:
-        return None
-    if not 0 < share < 1:
-        raise LocalError(f"a share between 0 and 1, got {share}", field="attainment")
-    infinite = float("inf")
-    return Gates(infinite if ttft is None else ttft / 1e3, infinite if tpot is None else tpot / 1e3, share)
-
-
-def fleet_of(given: dict[str, Any]) -> Fleet | None:
-    from kvbaton.bench.cost import Fleet
-
-    price = given.pop("gpu_price")
-    prefill_price, decode_price = given.pop("prefill_price"), given.pop("decode_price")
-    fleet = Fleet(
-        prefill_gpus=given.pop("prefill_gpus"),
-        decode_gpus=given.pop("decode_gpus"),
-        colocated_gpus=given.pop("gpus"),
-        prefill_price_per_hour=price if prefill_price is None else prefill_price,
-        decode_price_per_hour=price if decode_price is None else decode_price,
-        colocated_price_per_hour=price,
-    )
-    return fleet if fleet.total_gpus else None
-
-
-def headers_of(api_key: str | None, header: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for line in header:
-        name, separator, value = line.partition(":")
-        if not separator:
-            raise LocalError(f"{line!r} has no colon", field="header", fix="give it as 'Name: value'")
-        found[name.strip()] = value.strip()
-    if api_key:
-        found["authorization"] = f"Bearer {api_key}"
-    return found
 
 
 @click.command("bench")
@@ -319,7 +163,7 @@ def compare_command(**given: Any) -> None:
         sys.exit(1)
 
 
-def _compare_spec(given: dict[str, Any]) -> Any:
+def _compare_spec(given: dict[str, Any]) -> CompareSpec:
     from kvbaton.bench.arms import Arm
     from kvbaton.bench.compare import CompareSpec
     from kvbaton.bench.cost import Fleet
@@ -364,3 +208,185 @@ def _compare_spec(given: dict[str, Any]) -> Any:
         directory=given["out"],
         headers=headers_of(given["api_key"], given["header"]),
     )
+
+
+@click.command("verify")
+@click.argument("url_a")
+@click.argument("url_b")
+@click.option("--prompts", type=click.IntRange(1), default=20, show_default=True, help="Fixed prompts to ask.")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True, help="Asked at once.")
+@click.option("--repeats", type=click.IntRange(2), default=2, show_default=True, help="Times A is asked: the control.")
+@click.option("--model", default="", help="Model name to ask for.  [default: the first each endpoint lists]")
+@click.option("--header", multiple=True, help="'Name: value' sent with every request.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Bearer token.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@says_whose_fault
+def verify_command(url_a: str, url_b: str, **given: Any) -> None:
+    """The same prompts through URL_A and URL_B, greedy, beside a control arm (A against A).
+
+    Tells a wrong hand-off from ordinary nondeterminism: B is at fault only where it leaves A more often than A leaves
+    itself. Exit code 1 when it does.
+    """
+    from kvbaton.bench.verify import Asking, fixed_prompts, verify
+
+    how = Asking(given["model"], given["max_tokens"], given["concurrency"], given["repeats"])
+    headers = headers_of(given["api_key"], given["header"])
+    found = run_loop(verify(url_a, url_b, fixed_prompts(given["prompts"]), how, headers))
+    if given["as_json"]:
+        print_json(found)
+    else:
+        click.echo(found.sentence)
+        for name, paths in (("A", found.paths_a), ("B", found.paths_b)):
+            if paths:
+                click.echo(f"routes of {name}: " + ", ".join(f"{path} {number}" for path, number in paths.items()))
+        for row in found.differing:
+            click.echo(f"prompt {row.prompt}: leaves A at character {row.first_difference}")
+            click.echo(f"  A: {row.a_text[:200]!r}\n  B: {row.b_text[:200]!r}")
+    if found.reading == "differs":
+        sys.exit(1)
+
+
+@click.command("link")
+@click.argument("address", required=False)
+@click.option(
+    "--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Model whose layout moves."
+)
+@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens a block.")
+@click.option("--kv-dtype", default="bfloat16", show_default=True)
+@click.option("--tokens", default="256,1024,4096", show_default=True, help="Prompt sizes to move.")
+@click.option("--repeats", type=click.IntRange(2), default=30, show_default=True)
+@click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Pulls at once.")
+@click.option("--run-blocks", type=click.IntRange(0), default=0, show_default=True, help="Neighbouring blocks; 0: all.")
+@click.option(
+    "--background", type=click.IntRange(0), default=0, show_default=True, help="Pulls going on all the while."
+)
+@click.option("--transport", type=click.Choice(["auto", "shm", "tcp"]), default="auto", show_default=True)
+@click.option("--fabric", help="Preset to hold the result against, as in `kvbaton kv`.")
+@click.option("--serve", is_flag=True, help="Lend blocks on ADDRESS until Ctrl-C, for a pull from another host.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@says_whose_fault
+def link_command(address: str | None, **given: Any) -> None:
+    """Effective KV transfer time between two workers: alpha, beta and p99, with the real hand-off and layout.
+
+    Without ADDRESS both ends are on this machine. Between hosts: `kvbaton link --serve 0.0.0.0:7700` on one, then
+    `kvbaton link HOST:7700` with the same layout options on the other.
+    """
+    from kvbaton.bench import link
+
+    layout = link.layout_of(given["model"] or _default_model(), given["block_size"], given["kv_dtype"])
+    spec = link.LinkSpec(
+        layout,
+        numbers(given["tokens"], "tokens"),
+        given["repeats"],
+        given["concurrency"],
+        given["run_blocks"],
+        given["background"],
+        given["transport"],
+        None if address is None else host_port(address),
+    )
+    if given["serve"]:
+        if spec.address is None:
+            raise LocalError("--serve needs an address to listen on", field="address", fix="give HOST:PORT")
+        run_loop(link.lend_forever(spec))
+        return
+    found = run_loop(link.measure_link(spec))
+    if given["fabric"]:
+        from kvbaton.plan.hardware import fabric
+
+        found = msgspec.structs.replace(found, nominal_gb_per_s=fabric(given["fabric"]).gb_per_s)
+    if given["as_json"]:
+        print_json(found)
+        return
+    click.echo(
+        f"{layout.num_layers} layers x {layout.num_kv_heads} KV heads x {layout.head_dim}, {layout.dtype}, blocks of "
+        f"{layout.block_size} tokens, {layout.layer_block_bytes:,} B a block and layer; over {found.transport}"
+    )
+    click.echo(f"{'tokens':>8}{'MB':>10}{'p50 ms':>10}{'p90 ms':>10}{'p99 ms':>10}{'max ms':>10}{'GB/s':>9}")
+    for size in found.sizes:
+        times = "".join(f"{value:>10.3f}" for value in (size.p50_ms, size.p90_ms, size.p99_ms, size.max_ms))
+        click.echo(f"{size.prompt_tokens:>8}{size.num_bytes / 1e6:>10.2f}{times}{size.bytes_per_s / 1e9:>9.2f}")
+    if found.gb_per_s is not None and found.startup_ms is not None and found.worst_fit_error is not None:
+        nominal = f"; nominal {found.nominal_gb_per_s:g} GB/s" if found.nominal_gb_per_s else ""
+        click.echo(
+            f"alpha {found.startup_ms:.3f} ms, beta {found.gb_per_s:.2f} GB/s (fit within {found.worst_fit_error:.0%})"
+            f"{nominal}"
+        )
+
+
+def _default_model() -> Path:
+    from kvbaton.engine.weights import default_model_dir
+
+    return default_model_dir()
+
+
+@click.command("profile")
+@click.argument("url")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Profile file for `plan` and the router.")
+@click.option("--prefill-tokens", default="64,128,256,512,1024", show_default=True, help="Prompt lengths to time.")
+@click.option("--cached-tokens", default="0,512", show_default=True, help="Cached contexts before them.")
+@click.option("--batches", default="1,2,4,8", show_default=True, help="Decode batches to time.")
+@click.option("--contexts", default="64,512", show_default=True, help="Context lengths to decode at.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--chunk-tokens", type=click.IntRange(1), default=512, show_default=True, help="The worker's step budget."
+)
+@click.option("--ttft-slo", type=float, help="Search prefill-only goodput under this TTFT, milliseconds.")
+@click.option("--tpot-slo", type=float, help="Search decode-only goodput under this TPOT, milliseconds.")
+@click.option("--goodput-input", default="512", show_default=True, help="Prompt tokens of the prefill-only load.")
+@click.option("--goodput-output", default="64", show_default=True, help="Output tokens of the decode-only load.")
+@click.option("--rate", type=float, default=1.0, show_default=True, help="Rate the searches start at.")
+@click.option("--trial", type=float, default=10.0, show_default=True, help="Seconds of one trial of a search.")
+@click.option("--trials", type=click.IntRange(1), default=6, show_default=True, help="Trials a search may take.")
+@click.option("--model", default="", help="Model name to ask for.  [default: the first the endpoint lists]")
+@click.option("--tokenizer", default="", help="Directory with tokenizer.json.  [default: the model's]")
+@click.option("--header", multiple=True, help="'Name: value' sent with every request.")
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="Bearer token.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@says_whose_fault
+def profile_command(url: str, **given: Any) -> None:
+    """Step times of the worker at URL, and its prefill-only and decode-only goodput.
+
+    Fits the linear step model that `plan` simulates with, and says how far it is off on rows it was not fitted to.
+    """
+    from kvbaton.bench.profile import ProfileSpec, profile
+
+    spec = ProfileSpec(
+        url=url,
+        prefill_tokens=numbers(given["prefill_tokens"], "prefill_tokens"),
+        cached_tokens=numbers(given["cached_tokens"], "cached_tokens"),
+        decode_batches=numbers(given["batches"], "batches"),
+        decode_contexts=numbers(given["contexts"], "contexts"),
+        repeats=given["repeats"],
+        chunk_tokens=given["chunk_tokens"],
+        ttft_gate_s=None if given["ttft_slo"] is None else given["ttft_slo"] / 1e3,
+        tpot_gate_s=None if given["tpot_slo"] is None else given["tpot_slo"] / 1e3,
+        goodput_input=given["goodput_input"],
+        goodput_output=given["goodput_output"],
+        trial_s=given["trial"],
+        trials=given["trials"],
+        start_rate_per_s=given["rate"],
+        model=given["model"],
+        tokenizer=given["tokenizer"],
+        headers=headers_of(given["api_key"], given["header"]),
+    )
+    found = run_loop(profile(spec, lambda line: click.echo(line, err=True)))
+    if given["out"]:
+        given["out"].write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    if given["as_json"]:
+        print_json(found)
+        return
+    step, fit = found.fit.model, found.fit
+    click.echo(
+        f"step = {step.fixed_s * 1e3:.3f} ms + {step.per_token_s * 1e6:.2f} us/token + "
+        f"{step.per_pair_s * 1e9:.3f} ns/pair + {step.per_sequence_s * 1e6:.2f} us/sequence + "
+        f"{step.per_context_s * 1e9:.2f} ns/cached token; {fit.request_overhead_s * 1e3:.2f} ms a request"
+    )
+    click.echo(
+        f"held-out error: median {fit.held_out_median:.1%}, p90 {fit.held_out_p90:.1%}, worst {fit.held_out_max:.1%} "
+        f"over {len(fit.errors)} rows"
+    )
+    for name, searched in (("prefill", found.prefill_goodput), ("decode", found.decode_goodput)):
+        if searched is not None:
+            note = f" ({searched.note})" if searched.note else ""
+            click.echo(f"{name}-only goodput: {searched.rate_per_s:.3g} requests/s{note}")
