@@ -312,6 +312,20 @@ def test_a_sequence_preempts_itself_rather_than_an_offered_one() -> None:
     assert full.output_token_ids == [7] * 6 and bench.blocks.num_used == 0
 
 
+def test_a_refusal_counts_for_the_refused_one_only() -> None:
+    bench = Bench(num_blocks=10)
+    bench.add(60, max_tokens=50)
+    big = bench.add(140)
+    for _ in range(3):
+        assert shape(bench.step())[0][0] == "r1" and big.state == "waiting"
+    bench.add(30, priority=-1, max_tokens=1)
+    assert shape(bench.step())[1:] == [("r3", 0, 30, True)], "more urgent and small enough"
+    bench.add(30)
+    assert len(bench.step().items) == 1, "nobody overtakes the big one"
+    bench.scheduler.abort(big.request_id)
+    assert shape(bench.step())[1:] == [("r4", 0, 30, True)]
+
+
 def test_who_can_never_fit_is_refused() -> None:
     bench = Bench(num_blocks=4, block_size=4)
     for kwargs, field in (
