@@ -8,6 +8,7 @@ leaving by any way closes the connection to the worker, which aborts the work th
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 from dataclasses import dataclass, field
 
@@ -32,6 +33,7 @@ _ENCODER = msgspec.json.Encoder()
 _REPORT = msgspec.json.Decoder(RequestReport)
 _ERROR = msgspec.json.Decoder(dict[str, dict[str, object]])
 _MAX_ERROR_BYTES = 64 * 1024
+_LARGE_BODY_BYTES = 1 << 20  # from here on aiohttp wants something it can send in parts
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,8 @@ class Dispatcher:
         assert target is not None
         uncached = max(1, call.view.num_prompt_tokens - decision.foretold_cached_tokens)
         flight.lifecycle.on(Event.DISPATCH)
-        for chain in call.chains:  # before the answer, so that a burst with one prefix meets
-            self._index.record(target.name, chain)
-            if prefill is not None:
+        if prefill is not None:
+            for chain in call.chains:  # at once: those with the same prefix that queue behind it will find it there
                 self._index.record(prefill.name, chain)
         with contextlib.ExitStack() as held:
             # The prompt waits where it is computed; both workers hold the request.
@@ -177,13 +178,15 @@ class Dispatcher:
             INTERNAL_KEY_HEADER.decode(): self._key,
         }
         try:
-            async with self._session.post(target.settings.url + call.path, data=body, headers=headers) as response:
+            data = body if len(body) < _LARGE_BODY_BYTES else io.BytesIO(body)
+            async with self._session.post(target.settings.url + call.path, data=data, headers=headers) as response:
                 if response.status != 200:
                     raise await self._refused(response, target, prefill)
                 outgoing = self._response_headers(flight, decision)
                 if call.stream:
-                    await self._splice(flight, response, outgoing, holds)
+                    await self._splice(flight, call, response, outgoing, holds)
                 else:
+                    self._prompt_computed(call, holds)
                     await self._whole(flight, response, outgoing)
         except aiohttp.ClientConnectorError:
             self._registry.call_failed(target, "unreachable", self._clock.now_s(), unreachable=True)
@@ -210,6 +213,13 @@ class Dispatcher:
         address = self._registry.peer_address(prefill) if prefill is not None else None
         internal = msgspec.structs.replace(call.internal, prefill=address, deadline_s=max(0.1, left_s))
         return call.raw_body.rstrip()[:-1] + b',"kvbaton":' + _ENCODER.encode(internal) + b"}"
+
+    def _prompt_computed(self, call: Call, holds: list[Hold]) -> None:
+        """Only now can the worker that answers be said to hold the prompt."""
+        for hold in holds:
+            hold.first_token()
+        for chain in call.chains:
+            self._index.record(holds[0].member.name, chain)
 
     def _response_headers(self, flight: Flight, decision: Decision) -> Headers:
         headers = [
@@ -251,7 +261,7 @@ class Dispatcher:
         await flight.exchange.end(body)
 
     async def _splice(
-        self, flight: Flight, response: aiohttp.ClientResponse, headers: Headers, holds: list[Hold]
+        self, flight: Flight, call: Call, response: aiohttp.ClientResponse, headers: Headers, holds: list[Hold]
     ) -> None:
         """Pass events on as they come. What follows the last whole event waits for the rest of it."""
         exchange, now_s = flight.exchange, self._clock.now_s
@@ -267,8 +277,7 @@ class Dispatcher:
             if flight.first_byte_s is None:
                 flight.first_byte_s = at_s
                 flight.lifecycle.on(Event.FIRST_BYTES)
-                for hold in holds:
-                    hold.first_token()
+                self._prompt_computed(call, holds)
                 await exchange.start(200, [*SSE_HEADERS, *headers])
             else:
                 observe_gap(at_s - flight.last_part_s)

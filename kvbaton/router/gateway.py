@@ -134,14 +134,16 @@ class Gateway:
         try:
             with self.open.one():
                 self._metrics.set(gauge, value=self.open.num)
-                failure = await self._fly(flight, endpoint)
-        except (ClientGone, asyncio.CancelledError):
-            if not flight.lifecycle.ended:
-                flight.lifecycle.on(Event.CLIENT_GONE)
-            raise
+                try:
+                    failure = await self._fly(flight, endpoint)
+                except (ClientGone, asyncio.CancelledError):
+                    if not flight.lifecycle.ended:
+                        flight.lifecycle.on(Event.CLIENT_GONE)
+                    raise
+                finally:
+                    self._record(flight, endpoint, failure)
         finally:
             self._metrics.set(gauge, value=self.open.num)
-            self._record(flight, endpoint, failure)
 
     async def _fly(self, flight: Flight, endpoint: Endpoint) -> ApiError | None:
         """Serve it; the error that was answered, if one was."""

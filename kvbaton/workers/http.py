@@ -22,6 +22,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
+LINGER_S = 1.0
+LINGER_BYTES = 64 * 1024 * 1024
 
 JSON_HEADER = (b"content-type", b"application/json")
 SSE_HEADERS: Headers = [
@@ -110,10 +112,27 @@ class Exchange:
         await self.end(b"" if self.method == "HEAD" else body)
 
     async def fail(self, error: ApiError, headers: Headers | None = None) -> None:
-        """Answer with ``error``. A body that was not read makes the connection useless: close it."""
-        unread = error.status in (408, 413, 415)
-        close = [(b"connection", b"close")] if unread else []
-        await self.answer(error.status, error.body(), [*error.headers(), *close, *(headers or [])])
+        """Answer with ``error``. A body that was not read makes the connection useless: it is closed afterwards."""
+        body = error.body()
+        if error.status not in (408, 413, 415):
+            await self.answer(error.status, body, [*error.headers(), *(headers or [])])
+            return
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(error.status, [JSON_HEADER, length, (b"connection", b"close"), *(headers or [])])
+        await self.write(body)
+        await self._linger()
+        await self.end()
+
+    async def _linger(self) -> None:
+        """Discard some of what still comes: closing at once would reset the connection under the answer."""
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while num_bytes < LINGER_BYTES:
+                    message = await self._receive()
+                    num_bytes += len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
 
 
 class OpenRequests:

@@ -20,9 +20,11 @@ class ScriptedWorker:
         self.model_id, self.role, self.tokenizer, self.incarnation = "tiny", role, tokenizer, life
         self.max_context, self.kv_port, self.fingerprint = 512, 7, Fingerprint(1, "r", 1, 1, 8, "float32", "")
         self.token_ids = tokenizer.encode(text)
-        self.gate, self.gate_at, self.error = asyncio.Event(), 0, None
+        self.gate, self.gate_at = asyncio.Event(), 0
         self.gate.set()
         self.error: Exception | None = None
+        self.remote_error: Exception | None = None  # raised whenever a prefill peer is named
+        self.remote_errors_left = 10**9
         self.requests: list[tuple[GenerateRequest, PeerAddress | None]] = []
         self.reported = WorkerStats(num_blocks=1000)
         self.num_open = 0
@@ -45,6 +47,9 @@ class ScriptedWorker:
         self.num_open += 1
         ended = False
         try:
+            if prefill is not None and self.remote_error is not None and self.remote_errors_left:
+                self.remote_errors_left -= 1
+                raise self.remote_error
             path = "remote" if prefill is not None else "local"
             count = len(request.prompt_token_ids)
             admitted = Admitted(count, 0, count if prefill is not None else 0, path)

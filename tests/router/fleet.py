@@ -1,0 +1,106 @@
+"""A whole fleet in one process over real sockets: scripted workers behind real worker servers, and a real router."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from workers.scripted import ScriptedWorker, serving, until
+
+from kvbaton.clock import MonotonicClock
+from kvbaton.config import MemberSettings, RouterSettings
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.observe.metrics import Metrics
+from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.gateway import Gateway, Served
+from kvbaton.router.monitor import Monitor
+from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.process import open_session
+from kvbaton.router.registry import Registry
+from kvbaton.types import Role
+from kvbaton.workers.server import ServerOptions, WorkerServer
+
+KEY = "k" * 20
+
+
+@dataclass
+class Fleet:
+    url: str
+    gateway: Gateway
+    registry: Registry
+    monitor: Monitor
+    metrics: Metrics
+    workers: dict[str, ScriptedWorker]
+    servers: dict[str, WorkerServer]
+    stops: dict[str, AsyncExitStack]
+    http: aiohttp.ClientSession
+    urls: dict[str, str] = field(default_factory=dict)
+
+    async def poll(self) -> None:
+        for member in self.registry.members:
+            await self.monitor.poll(member)
+
+    async def kill(self, name: str) -> None:
+        """Its socket closes; nobody told the router."""
+        await self.stops[name].aclose()
+
+    async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        payload = data if len(data) < 1 << 20 else io.BytesIO(data)
+        async with self.http.post(self.url + path, data=payload, headers=headers) as response:
+            raw = await response.read()
+            answer = json.loads(raw) if response.content_type == "application/json" else raw
+            return response.status, answer, response.headers
+
+    async def settled(self) -> None:
+        """A client has its answer a moment before the router has written its record."""
+        await until(lambda: self.gateway.open.num == 0)
+
+    def counter(self, line: str) -> float:
+        """Value of one series; 0 when it does not exist."""
+        for text in self.metrics.exposition().decode().splitlines():
+            if text.startswith(line + " "):
+                return float(text.rsplit(" ", 1)[1])
+        return 0.0
+
+    def check_idle(self) -> None:
+        """Nothing is held anywhere once every request has ended."""
+        self.registry.check()
+        assert self.gateway.open.num == 0
+        for member in self.registry.members:
+            assert (member.own_requests, member.own_sequences, member.own_tokens) == (0, 0, 0)
+        for worker in self.workers.values():
+            assert worker.num_open == 0
+
+
+@asynccontextmanager
+async def running_fleet(tokenizer: Tokenizer, roles: dict[str, Role], **settings: Any) -> AsyncIterator[Fleet]:
+    """``roles``: name -> role of each scripted worker. Every member has been polled once."""
+    async with AsyncExitStack() as stack:
+        workers, servers, stops, urls = {}, {}, {}, {}
+        for name, role in roles.items():
+            workers[name] = ScriptedWorker(tokenizer, role, text=f"hello from {name}", life=f"{name}-1")
+            servers[name] = WorkerServer(workers[name], ServerOptions(block_size=16, internal_key=KEY))
+            stops[name] = await stack.enter_async_context(AsyncExitStack())
+            urls[name] = await stops[name].enter_async_context(serving(servers[name]))
+        members = [MemberSettings(urls[name], role, name) for name, role in roles.items()]
+        router, clock, metrics = RouterSettings(**settings), MonotonicClock(), Metrics("router")
+        index = PrefixIndex(router.index_block_tokens, router.index_blocks)
+        registry = Registry(members, "tiny", index, metrics)
+        session = await stack.enter_async_context(open_session(router))
+        dispatcher = Dispatcher(registry, index, session, router, KEY, metrics, clock)
+        gateway = Gateway(registry, dispatcher, Served("tiny", tokenizer), router, KEY, metrics, clock)
+        stack.callback(gateway.close)
+        url = await stack.enter_async_context(serving(gateway))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        monitor = Monitor(registry, session, router, KEY)
+        fleet = Fleet(url, gateway, registry, monitor, metrics, workers, servers, stops, http, urls)
+        await fleet.poll()
+        yield fleet
+        await fleet.settled()
+        fleet.check_idle()

@@ -1,0 +1,114 @@
+"""Decisions: which reason, which worker, and that load, prefix and turn all count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvbaton.router.policy import REASONS, Decision, MemberView, NoWorker, PolicyConfig, RequestView, decide
+from kvbaton.types import Role
+
+CONFIG = PolicyConfig(threshold_tokens=64, request_cost_tokens=256)
+
+
+def member(name: str, role: Role, **changes: Any) -> MemberView:
+    return replace(MemberView(name, role, num_requests=0, queued_tokens=0, max_context=8192), **changes)
+
+
+def request(tokens: int, num_prompts: int = 1) -> RequestView:
+    return RequestView(tokens, num_prompts, tokens // num_prompts, tokens // num_prompts + 16)
+
+
+P, D, B = member("p", "prefill"), member("d", "decode"), member("b", "both")
+
+
+def choose(tokens: int, *members: MemberView, **changes: Any) -> Decision:
+    arguments: dict[str, Any] = {"config": CONFIG, "turn": 0, "has_prefill_pool": True, **changes}
+    return decide(request(tokens), members, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "members", "changes", "reason", "prefill", "decode"),
+    [
+        (500, (P, D), {}, "remote", "p", "d"),
+        (64, (P, D), {}, "remote", "p", "d"),
+        (63, (P, D), {}, "local_short", None, "d"),
+        (1, (P, D), {"config": PolicyConfig(0)}, "remote", "p", "d"),  # 0 always splits
+        (8000, (P, D), {"config": PolicyConfig(10**9)}, "local_short", None, "d"),
+        (500, (P, replace(D, cached_tokens=480)), {}, "local_cached", None, "d"),
+        (500, (P, replace(D, cached_tokens=400)), {}, "remote", "p", "d"),
+        (500, (B,), {"has_prefill_pool": False}, "local_colocated", None, "b"),
+        (500, (D,), {}, "fallback_no_prefill", None, "d"),
+        (500, (D,), {"prefill_failed": True}, "fallback_prefill_failed", None, "d"),
+        (500, (replace(P, max_context=400), D), {}, "fallback_prompt_too_long", None, "d"),
+        (500, (P,), {}, "fallback_no_decode", None, "p"),
+        (500, (P, B), {}, "local_colocated", None, "b"),
+    ],
+)
+def test_reasons(
+    tokens: int, members: tuple[MemberView, ...], changes: Any, reason: str, prefill: str | None, decode: str
+) -> None:
+    decision = choose(tokens, *members, **changes)
+    assert (decision.reason, decision.prefill, decision.decode) == (reason, prefill, decode)
+    assert decision.reason in REASONS
+    assert decision.terms, "what was compared is kept"
+
+
+@pytest.mark.parametrize("members", [(), (replace(D, max_context=10),), (replace(P, max_context=10),)])
+def test_nobody_can_take_it(members: tuple[MemberView, ...]) -> None:
+    with pytest.raises(NoWorker):
+        choose(500, *members)
+
+
+def routed(tokens: int, members: list[MemberView], count: int) -> Counter[str]:
+    """Send ``count`` requests, each one adding to its worker's load, as the registry does."""
+    sent: Counter[str] = Counter()
+    for turn in range(count):
+        decision = choose(tokens, *members, turn=turn, has_prefill_pool=False)
+        sent[decision.decode] += 1
+        members = [
+            replace(m, num_requests=m.num_requests + 1, queued_tokens=m.queued_tokens + tokens)
+            if m.name == decision.decode
+            else m
+            for m in members
+        ]
+    return sent
+
+
+def test_a_burst_is_spread_whatever_the_poll_said() -> None:
+    sent = routed(100, [member("a", "both"), member("b", "both", num_requests=1)], 8)
+    assert abs(sent["a"] - sent["b"]) <= 2
+
+
+def test_short_prompts_are_spread() -> None:
+    sent = routed(20, [member("a", "both"), member("b", "both")], 12)
+    assert sent == {"a": 6, "b": 6}
+
+
+def test_a_miss_goes_to_the_idle_worker_not_to_the_small_cache() -> None:
+    sent = routed(100, [member("a", "both", num_requests=50), member("b", "both")], 20)
+    assert sent["b"] >= 18
+
+
+def test_a_hot_prefix_spreads_when_its_holder_is_busy() -> None:
+    members = [member(str(i), "both", cached_tokens=2000 if i == 0 else 0) for i in range(4)]
+    sent = routed(2048, members, 200)
+    assert max(sent.values()) / (200 / 4) <= 1.5
+
+
+def test_ties_take_turns() -> None:
+    members = (member("a", "both"), member("b", "both"), member("c", "both"))
+    chosen = [choose(10, *members, turn=turn, has_prefill_pool=False).decode for turn in range(6)]
+    assert chosen == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_the_same_arguments_give_the_same_decision() -> None:
+    assert choose(500, P, D, turn=3) == choose(500, P, D, turn=3)
+
+
+def test_many_short_prompts_in_one_request_are_not_a_long_one() -> None:
+    decision = decide(request(400, num_prompts=20), (P, D), CONFIG, 0, True)
+    assert decision.reason == "local_short"
