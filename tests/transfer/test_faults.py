@@ -508,3 +508,49 @@ async def test_a_stale_reference_after_reuse_is_refused(make_pair):
         await until(lambda: pair.server.book.find(Read(read_id=0, **whole), 0, 1) is not None)
         pair.backend.call(lambda: pair.source.generations.__setitem__(offer.block_ids[3], 999))
         assert (await owner.read(**whole)).status == DATA_REFUSED
+
+
+class Narrow(Relay):
+    """Lets bulk through in small pieces, each only when the test's loop has turned."""
+
+    def __init__(self, target):
+        super().__init__(target, None)
+        self.num_passed = 0
+
+    async def _serve(self, reader, writer):
+        up_reader, up_writer = await asyncio.open_connection(*self._target, limit=4096)
+
+        async def pump(source, sink):
+            with contextlib.suppress(ConnectionError):
+                while data := await source.read(2048):
+                    sink.write(data)
+                    await sink.drain()
+                    self.num_passed += len(data)
+            for end in (writer, up_writer):
+                end.transport.abort()
+
+        await asyncio.gather(pump(reader, up_writer), pump(up_reader, writer))
+
+
+async def test_blocks_of_an_aborted_pull_are_free_at_once(make_pair, transport):
+    """X is given up while its bytes are on the way; others write into its blocks, and Y comes the same way."""
+    pair = await make_pair(num_blocks=160)
+    relay = Narrow(pair.address)
+    pair.address = (await relay.start())[:2]
+    blocks, others = list(range(10, 73)), list(range(80, 143))
+    for repeat in range(10):
+        pair.pool.buffer[:] = 0
+        x = asyncio.ensure_future(pair.pull_all(make_request(f"x{repeat}", 1000, seed=repeat), blocks=blocks))
+        await until(lambda x=x: pair.pool.buffer.any() or x.done())
+        x.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await x
+        pair.pool.view()[:, blocks] = 0xEE  # a local prefill, say
+        y = make_request(f"y{repeat}", 900, seed=100 + repeat)
+        await pair.pull_all(y, blocks=others if repeat % 2 else others[::-1])
+        pair.assert_arrived(y, others if repeat % 2 else others[::-1])
+        assert (pair.pool.view()[:, blocks] == 0xEE).all(), "X's bytes landed after X had ended"
+    if transport == "tcp":
+        assert pair.client.stats().num_aborted > 0, "never caught one on its way"
+    await pair.settled()
+    await relay.close()
