@@ -22,7 +22,7 @@ from typing import Any, cast
 import httptools
 import msgspec
 
-from kvbaton.bench.pacing import Pacer
+from kvbaton.bench.pacing import EARLY_S, Pacer
 
 ENCODED_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
@@ -137,9 +137,16 @@ class _ServerConnection(asyncio.Protocol):
 class ScriptedServer:
     """Plays the script that ``choose(request number, request body)`` names. ``slots`` makes requests queue."""
 
-    def __init__(self, choose: Chooser, slots: int | None = None, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        choose: Chooser,
+        slots: int | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+        early_s: float = EARLY_S,
+    ) -> None:
         self._choose = choose
         self._now_s = now_s
+        self._early_s = early_s
         self._free = slots
         self._queue: list[Callable[[], None]] = []
         self._count = 0
@@ -150,7 +157,7 @@ class ScriptedServer:
         self.port = 0
 
     async def __aenter__(self) -> ScriptedServer:
-        self._pacer = Pacer(self._now_s)
+        self._pacer = Pacer(self._now_s, self._early_s)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _ServerConnection(self), "127.0.0.1", self.port, backlog=2048)
         self.port = self._server.sockets[0].getsockname()[1]
@@ -251,7 +258,7 @@ async def _serve(options: argparse.Namespace) -> None:
         slower = 1 + options.vary * (number * 37 % 100) / 100
         return even_script(options.first_ms / 1e3 * slower, options.gap_ms / 1e3 * slower, options.tokens)
 
-    async with ScriptedServer(choose) as server:
+    async with ScriptedServer(choose, early_s=0.0 if options.coarse else EARLY_S) as server:
         print(server.port, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, options.until.read)
 
@@ -262,6 +269,7 @@ def main() -> None:
     parser.add_argument("--gap-ms", type=float, default=20.0)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--vary", type=float, default=0.0, help="the slowest answer takes 1 + this times as long")
+    parser.add_argument("--coarse", action="store_true", help="up to a millisecond late, at a tenth of the CPU")
     # The end of standard input ends the server, so that it never outlives the test that started it.
     parser.add_argument("--until", type=argparse.FileType("r"), default="-", help=argparse.SUPPRESS)
     import uvloop
