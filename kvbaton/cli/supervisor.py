@@ -155,7 +155,7 @@ class Supervisor:
                     stdin=asyncio.subprocess.PIPE,  # never written: its end tells the child that we are gone
                     stdout=log,
                     stderr=log,
-                    env=child.spec.environ,
+                    env=_environ(child),
                     pass_fds=(writing,),
                     start_new_session=True,  # Ctrl-C in the terminal is for us; children are ended in order
                 )
@@ -265,6 +265,13 @@ class Supervisor:
         self._stopping.set()
         for child in self.children:
             _signal(child, signal.SIGKILL)
+
+
+def _environ(child: Child) -> dict[str, str]:
+    """A router that is started again takes the port its clients know; workers may move, the router is told."""
+    if child.spec.verb != "router" or not child.address:
+        return child.spec.environ
+    return {**child.spec.environ, "KVBATON_ROUTER_PORT": child.address.rsplit(":", 1)[1]}
 
 
 def _signal(child: Child, number: signal.Signals) -> None:

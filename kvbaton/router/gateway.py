@@ -44,7 +44,7 @@ from kvbaton.workers.openai_errors import ApiError, bad_request, from_exception,
 from kvbaton.workers.openai_request import ApiRequest, Endpoint, RequestLimits, output_limits, parse, tokenize
 from kvbaton.workers.openai_response import error_event
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, RequestReport
-from kvbaton.workers.server import model_card
+from kvbaton.workers.server import model_card, version_of
 
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
@@ -276,6 +276,8 @@ class Gateway:
                 answer = self._ready()
             case "/fleet":
                 answer = self.fleet()
+            case "/version":
+                answer = self._version()
             case "/metrics":
                 answer = None
             case path if path == f"/v1/models/{self._model_name}":
@@ -294,6 +296,14 @@ class Gateway:
 
     def _card(self) -> dict[str, object]:
         return model_card(self._model_name, self._created_s, self._registry.max_context)
+
+    def _version(self) -> dict[str, object]:
+        """Of the first worker heard of: those that differ in it do not hand over to each other."""
+        for member in self._registry.members:
+            if member.reported is not None:
+                info = member.reported.info
+                return version_of(self._model_name, info.fingerprint, info.block_size, self._registry.max_context)
+        raise unavailable("no worker was heard of yet", "no_workers")
 
     def _ready(self) -> dict[str, object]:
         if self.state != "serving":

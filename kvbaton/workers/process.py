@@ -86,13 +86,22 @@ async def run_worker(
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve(sockets=[listener]))
             report("ready", host=host, port=port, backend=worker.loaded.backend, incarnation=worker.incarnation)
-            await first_of(stop.wait(), app.drain_requested.wait(), serving)
-            log.info("draining")
-            clean = await app.drain(settings.drain_s)
+            dying = group.create_task(engine_death(worker))
+            await first_of(stop.wait(), app.drain_requested.wait(), serving, dying)
+            if dying.done():
+                log.error("the engine's thread has ended; so does this process")
+            dying.cancel()
+            clean = await app.drain(settings.drain_s if worker.engine.alive else 0.0)
             server.end()
         return clean
     finally:
         await worker.stop()
+
+
+async def engine_death(worker: Any) -> None:
+    """Return when the engine's thread is no more: a process that cannot compute must not look healthy."""
+    while worker.engine.alive:  # noqa: ASYNC110 (a thread that dies sets no event)
+        await asyncio.sleep(0.5)
 
 
 async def first_of(*waits: Any) -> None:

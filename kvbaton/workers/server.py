@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvbaton import __version__
 from kvbaton.clock import Clock, MonotonicClock
 from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
-from kvbaton.types import GenerateRequest, TokenOutput
+from kvbaton.types import Fingerprint, GenerateRequest, TokenOutput
 from kvbaton.workers.http import (
     JSON_HEADER,
     SSE_HEADERS,
@@ -150,6 +151,8 @@ class WorkerServer:
                 if self.state != "serving":
                     raise unavailable(f"the worker is {self.state}", self.state)
                 answer = {"status": "ready"}
+            case "/version":
+                answer = self.version()
             case "/metrics":
                 self._need(exchange, "GET")
                 await exchange.answer_text(self.metrics.exposition(), CONTENT_TYPE)
@@ -166,6 +169,10 @@ class WorkerServer:
 
     def _card(self) -> dict[str, object]:
         return model_card(self.model_name, self._created_s, self.max_context)
+
+    def version(self) -> dict[str, object]:
+        """What two deployments must share to be compared."""
+        return version_of(self.model_name, self.worker.fingerprint, self.options.block_size, self.max_context)
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(
@@ -413,6 +420,16 @@ def model_card(name: str, created_s: int, max_context: int) -> dict[str, object]
         "created": created_s,
         "owned_by": "kvbaton",
         "max_model_len": max_context,
+    }
+
+
+def version_of(model: str, fingerprint: Fingerprint, block_size: int, max_context: int) -> dict[str, object]:
+    return {
+        "kvbaton": __version__,
+        "model": model,
+        "fingerprint": fingerprint,
+        "block_size": block_size,
+        "max_context": max_context,
     }
 
 

@@ -307,6 +307,53 @@ async def test_an_answer_that_is_not_an_error_object_is_not_shown(tokenizer: Tok
     assert "Traceback" not in json.dumps(answer) and "10.0.0.7" not in json.dumps(answer)
 
 
+class SilentWorker(RawWorker):
+    """Takes a call and never answers."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/internal/info":
+            await super().__call__(scope, receive, send)
+            return
+        self.seen.append({})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+async def test_a_worker_that_never_answers_costs_a_deadline_not_a_client(tokenizer: Tokenizer, info: bytes) -> None:
+    for settings, code in (
+        ({"stall_timeout_s": 0.3}, "worker_timeout"),
+        ({"request_timeout_s": 0.3}, "deadline_exceeded"),
+    ):
+        worker = SilentWorker(info, [])
+        async with serving(worker) as address, running_fleet(tokenizer, {}, **settings) as fleet:
+            fleet.registry.set_members([MemberSettings(address, "both", "raw")])
+            await fleet.poll()
+            status, answer, _ = await fleet.post({"prompt": SHORT})
+            assert (status, answer["error"]["code"]) == (504, code)
+            assert len(worker.seen) == 1
+
+
+async def test_a_worker_that_hangs_up_is_not_asked_twice(tokenizer: Tokenizer) -> None:
+    """A listener that closes every connection at once: the other worker answers."""
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with running_fleet(tokenizer, {"b1": "both"}) as fleet:
+        await fleet.post({"prompt": SHORT})  # b1 had its turn
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            known = [member.settings for member in fleet.registry.members]
+            fleet.registry.set_members([*known, MemberSettings(f"http://127.0.0.1:{port}", "both", "b2")])
+            liar, honest = fleet.registry.get("b2"), fleet.registry.get("b1")
+            assert liar is not None and honest is not None and honest.reported is not None
+            fleet.registry.answered(liar, honest.reported.info)
+            answers = [await fleet.post({"prompt": SHORT}) for _ in range(4)]
+        assert all(status == 200 and headers["x-kvbaton-decode"] == "b1" for status, _, headers in answers)
+        assert fleet.counter('kvbaton_router_retries_total{cause="worker_error"}') == 1
+
+
 # -- clients -------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,168 @@
+"""``kvbaton up`` as a user runs it: real processes, a tiny model, and deaths of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from kvbaton.kv.shared_pool import SHM_DIR
+
+LONG = "a prompt of many tokens " * 8
+START_S = 240  # not a bound on speed: only so that a broken start ends
+
+
+@dataclass
+class Up:
+    process: asyncio.subprocess.Process
+    url: str
+    pids: dict[str, int]
+    http: aiohttp.ClientSession
+
+    async def post(self, **body: Any) -> tuple[int, Any, Any]:
+        async with self.http.post(self.url + "/v1/completions", json={"temperature": 0, **body}) as response:
+            return response.status, await response.json(), response.headers
+
+    async def members(self) -> dict[str, dict[str, Any]]:
+        async with self.http.get(self.url + "/fleet") as response:
+            return {member["name"]: member for member in (await response.json())["members"]}
+
+    async def until(self, condition: Any) -> None:
+        """Poll the fleet page, as an operator would."""
+        async with asyncio.timeout(START_S):
+            while True:
+                try:
+                    if condition(await self.members()):
+                        return
+                except aiohttp.ClientError:
+                    pass  # the router itself is being started again
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def up(model_dir: Path, tmp_path: Path, *flags: str) -> AsyncIterator[Up]:
+    errors = tmp_path / "up.err"
+    with errors.open("wb") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvbaton.cli.main", "up", "--model", str(model_dir), "--dtype", "float32",
+            "--kv-blocks", "64", "--port", "0", "--json", "--log-dir", str(tmp_path / "logs"), *flags,
+            stdout=asyncio.subprocess.PIPE, stderr=stderr,
+        )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
+            line = await process.stdout.readline()
+            assert line, errors.read_text()
+            ready = json.loads(line)
+            yield Up(process, ready["url"], {p["name"]: p["pid"] for p in ready["processes"]}, http)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def segments_of(pids: set[int]) -> list[str]:
+    """Shared-memory segments that belong to these processes."""
+    from kvbaton.kv.shared_pool import SharedPool
+
+    found = []
+    for path in SHM_DIR.glob("kvbaton-*"):
+        try:
+            pool = SharedPool.attach(path.name)
+        except Exception:
+            continue  # another test's, gone meanwhile
+        pool.close()
+        if owner_of(path) in pids:
+            found.append(path.name)
+    return found
+
+
+def owner_of(path: Path) -> int:
+    import msgspec
+
+    from kvbaton.kv.shared_pool import SegmentHeader
+
+    page = path.read_bytes()[:4096]
+    return msgspec.msgpack.decode(page[12 : 12 + int.from_bytes(page[8:12], "little")], type=SegmentHeader).owner_pid
+
+
+async def gone(pids: set[int]) -> None:
+    async with asyncio.timeout(60):
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_split_fleet_answers_heals_and_leaves_nothing_behind(tiny_model_dir: Path, tmp_path: Path) -> None:
+    async with up(tiny_model_dir, tmp_path, "--prefill", "1", "--decode", "1") as fleet:
+        pids = set(fleet.pids.values())
+        assert set(fleet.pids) == {"router", "prefill-0", "decode-0"}
+        status, remote, headers = await fleet.post(prompt=LONG, max_tokens=8, ignore_eos=True)
+        assert (status, headers["x-kvbaton-decision"]) == (200, "remote")
+        usage = remote["usage"]
+        assert usage["completion_tokens"] == 8 and usage["prompt_tokens_details"]["cached_tokens"] == 0
+        if len(os.sched_getaffinity(0)) >= 2:
+            cores = [os.sched_getaffinity(fleet.pids[name]) for name in ("prefill-0", "decode-0")]
+            assert not cores[0] & cores[1]
+
+        os.kill(fleet.pids["prefill-0"], signal.SIGKILL)
+        status, local, headers = await fleet.post(prompt=LONG + "!", max_tokens=8, ignore_eos=True)
+        assert status == 200 and headers["x-kvbaton-decision"] != "remote"
+        first = (await fleet.members())["prefill-0"]["incarnation"]
+        await fleet.until(lambda m: m["prefill-0"]["state"] == "up" and m["prefill-0"]["incarnation"] != first)
+        status, again, headers = await fleet.post(prompt="Z" + LONG, max_tokens=8, ignore_eos=True)
+        assert (status, headers["x-kvbaton-decision"]) == (200, "remote")
+
+        first = (await fleet.members())["decode-0"]["incarnation"]
+        os.kill(fleet.pids["decode-0"], signal.SIGKILL)
+        status, _, headers = await fleet.post(prompt="Y" + LONG, max_tokens=8, ignore_eos=True)
+        assert (status, headers["x-kvbaton-decision"]) == (200, "fallback_no_decode")
+        await fleet.until(lambda m: m["decode-0"]["state"] == "up" and m["decode-0"]["incarnation"] != first)
+        # The same prompt as the first time: another decode process, the same tokens.
+        status, same, _ = await fleet.post(prompt=LONG, max_tokens=8, ignore_eos=True)
+        assert status == 200 and same["choices"][0]["text"] == remote["choices"][0]["text"]
+
+        os.kill(fleet.pids["router"], signal.SIGKILL)
+        await fleet.until(lambda m: len(m) == 2 and all(member["state"] == "up" for member in m.values()))
+        status, same, _ = await fleet.post(prompt=LONG, max_tokens=8, ignore_eos=True)
+        assert status == 200 and same["choices"][0]["text"] == remote["choices"][0]["text"]
+
+        pids |= {child.pid for child in psutil.Process(fleet.process.pid).children(recursive=True)}
+        async with fleet.http.post(
+            fleet.url + "/v1/completions", json={"prompt": LONG, "max_tokens": 60, "ignore_eos": True, "stream": True}
+        ) as response:
+            await response.content.readuntil(b"\n\n")
+            fleet.process.send_signal(signal.SIGINT)
+            rest = await response.content.read()
+        assert rest.endswith(b"data: [DONE]\n\n"), "an open stream ends before the fleet does"
+        assert await fleet.process.wait() == 0
+        await gone(pids)
+        assert segments_of(pids) == []
+
+
+async def test_when_up_is_killed_everything_goes_with_it(tiny_model_dir: Path, tmp_path: Path) -> None:
+    async with up(tiny_model_dir, tmp_path, "--colocated", "1") as fleet:
+        status, _, headers = await fleet.post(prompt=LONG, max_tokens=4)
+        assert (status, headers["x-kvbaton-decision"]) == (200, "local_colocated")
+        pids = set(fleet.pids.values())
+        fleet.process.kill()
+        await gone(pids)
+
+
+async def test_a_fleet_that_cannot_start_says_why(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvbaton.cli.main", "up", "--model", str(tmp_path), "--port", "0", "--kv-blocks", "8",
+        "--log-dir", str(tmp_path / "logs"), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    assert process.returncode == 2 and out == b""
+    assert err.decode().splitlines()[-1].startswith("kvbaton: ") and str(tmp_path) in err.decode()
