@@ -6,9 +6,11 @@ names the field and the fix. Planner modules are imported inside the commands, s
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,4 +103,41 @@ def _print_kv(answer: KVAnswer, gpu_name: str) -> None:
             click.echo(f"  {each.fabric:<10}{times}  {each.verdict}")
 
 
-PLAN_COMMANDS: tuple[click.Command, ...] = (kv_command,)
+@click.command("plan")
+@click.argument("scenario", type=click.Path(dir_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--html", type=click.Path(dir_okay=False, writable=True), help="Also write a report: one offline file.")
+@click.option("--quick", is_flag=True, help="Fewer candidates, no sensitivity: minutes become seconds.")
+@click.option("--quiet", is_flag=True, help="No progress on stderr.")
+@refuses_bad_input
+def plan_command(scenario: str, as_json: bool, html: str | None, quick: bool, quiet: bool) -> None:
+    """Decide from SCENARIO (a TOML file) whether to split prefill from decode, and size both ways.
+
+    Prints the verdict (split, stay, or not enough evidence), the pools, latencies, costs, and why. Exit code 0 whatever
+    the verdict is.
+    """
+    from kvbaton.plan import report_html, report_text
+    from kvbaton.plan.scenario import load
+    from kvbaton.plan.verdict import plan
+
+    wanted = load(scenario)
+    if quick:
+        search = msgspec.structs.replace(wanted.search, verify=2, sensitivity=False, precision=0.08)
+        workload = msgspec.structs.replace(wanted.workload, requests=min(150, wanted.workload.requests))
+        wanted = msgspec.structs.replace(wanted, search=search, workload=workload)
+    gc.freeze()  # nothing the simulations make forms cycles, and their records are many
+    gc.disable()
+    number = count(1)
+    answer = plan(
+        wanted, (lambda _: None) if quiet else lambda line: click.echo(f"{next(number):>4}  {line}", err=True)
+    )
+    if html is not None:
+        Path(html).write_text(report_html.render(answer))
+        click.echo(f"report: {html}", err=True)
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(report_text.render(answer))
+
+
+PLAN_COMMANDS: tuple[click.Command, ...] = (kv_command, plan_command)

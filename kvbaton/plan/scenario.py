@@ -1,0 +1,283 @@
+"""One TOML file that says what is to be decided: workload, SLO, model, hardware, engine, search.
+
+Unknown keys and impossible values are errors that name the key. Paths are relative to the file. ``Engine`` turns the
+scenario into workers for any parallelism and chunk budget; both arms use the same one.
+
+Knows nothing about how fleets are compared.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from kvbaton.plan import hardware
+from kvbaton.plan.kv_math import KVCost, Sharding, kv_format
+from kvbaton.plan.link import LinkModel, from_fabric
+from kvbaton.plan.model_presets import preset
+from kvbaton.plan.model_shape import ModelShape, read_model
+from kvbaton.plan.model_weights import count_weights
+from kvbaton.plan.profile_file import ProfileFile, read_profile
+from kvbaton.plan.sim_spec import HandoffSpec, WorkerSpec
+from kvbaton.plan.step_time import Efficiency, StepModel, kv_budget_bytes, roofline
+from kvbaton.plan.workload import Trace, TraceRequest, read_trace, synthetic
+from kvbaton.types import LocalError
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    trace: str | None = None
+    prompt_tokens: int | None = None  # of a synthetic workload
+    output_tokens: int | None = None
+    spread: float = 0.5  # lengths lie within this share of their mean
+    shared_prefix: float = 0.0  # share of each synthetic prompt that is one of a few common prefixes
+    rate: float | None = None  # requests a second to serve; None: as much as the GPUs carry
+    seed: int = 0
+    requests: int = 400  # simulated for each worker of a fleet, at most what the trace has
+    online: bool = True  # False: a batch; nobody waits for first tokens
+
+
+class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ttft_ms: float = 2000.0
+    tpot_ms: float = 100.0
+    attainment: float = 0.9  # share of requests that must meet both
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    preset: str | None = None
+    config: str | None = None  # a config.json
+    weight_bits: int = 16
+    kv_dtype: str = "auto"
+    num_params: int | None = None
+    active_params: int | None = None
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    gpu: str = "H100-SXM"
+    max_gpus: int = 16
+    usd_per_gpu_hour: float = 2.0
+    decode_gpu: str | None = None  # another kind for the decode pool
+    decode_usd_per_gpu_hour: float | None = None
+    fabric: str = "400G"
+    shared_link: bool = False  # one link for all workers, not one each
+    layer_wise: bool = True
+
+
+class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    profile: str | None = None  # measured constants instead of a roofline
+    engine: str = ""  # what the plan is for; compared with the profile
+    engine_version: str = ""
+    mfu: float | None = None
+    mbu: float | None = None
+    fixed_ms: float | None = None
+    block_size: int | None = None
+    max_running: int = 256
+    prefix_caching: bool = True
+    admission_ms: float = 2.0
+    control_ms: float = 0.5
+    uncertainty: float = 0.15  # of step and link constants, one at a time, for both arms alike
+
+
+class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tp: tuple[int, ...] = (1, 2, 4, 8)
+    decode_tp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] = (1,)
+    chunk_budgets: tuple[int, ...] = (512, 2048, 8192)
+    thresholds: tuple[int, ...] = (0, 512, 2048)  # uncached tokens below which a prompt stays where it decodes
+    verify: int = 4  # fleets of each arm that are simulated
+    precision: float = 0.05  # of goodput
+    sensitivity: bool = True
+    margin: float = 0.10  # split must carry this much more per dollar to be worth its parts
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    workload: Workload
+    name: str = "scenario"
+    slo: Slo = Slo()
+    model: Model = Model()
+    hardware: Hardware = Hardware()
+    engine: EngineOptions = EngineOptions()
+    search: Search = Search()
+
+
+def load(path: str | Path) -> Scenario:
+    """Read and check a scenario file."""
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise LocalError(f"cannot read {path}: {error.strerror}", field="SCENARIO") from None
+    except tomllib.TOMLDecodeError as error:
+        raise LocalError(f"{path} is not TOML: {error}", field="SCENARIO") from None
+    return parse(raw, path.parent)
+
+
+def parse(raw: dict, folder: Path = Path()) -> Scenario:
+    try:
+        scenario = msgspec.convert(raw, Scenario)
+    except msgspec.ValidationError as error:
+        raise LocalError(f"scenario: {error}", field=str(error).rpartition("`")[0].rpartition("`")[2] or None) from None
+    workload, model, engine = scenario.workload, scenario.model, scenario.engine
+    if (workload.trace is None) == (workload.prompt_tokens is None or workload.output_tokens is None):
+        raise LocalError("give a trace, or prompt_tokens and output_tokens", field="workload.trace")
+    if engine.profile is None and (model.preset is None) == (model.config is None):
+        raise LocalError("give a model preset or a config", field="model.preset", fix="or engine.profile")
+    if not 0 < scenario.slo.attainment < 1:
+        raise LocalError("attainment lies between 0 and 1", field="slo.attainment")
+    if workload.rate is not None and workload.rate <= 0:
+        raise LocalError("the rate must be positive", field="workload.rate")
+    rebased = {"trace": workload.trace, "config": model.config, "profile": engine.profile}
+    rebased = {key: str(folder / value) if value else None for key, value in rebased.items()}
+    return msgspec.structs.replace(
+        scenario,
+        workload=msgspec.structs.replace(workload, trace=rebased["trace"]),
+        model=msgspec.structs.replace(model, config=rebased["config"]),
+        engine=msgspec.structs.replace(engine, profile=rebased["profile"]),
+    )
+
+
+def trace_of(scenario: Scenario) -> Trace:
+    """The workload with arrivals and, where known, shared blocks. Everything by the scenario's seed."""
+    workload, rng = scenario.workload, Random(scenario.workload.seed)
+    if workload.trace is not None:
+        trace = read_trace(workload.trace, rng)
+        if not trace.has_arrivals:
+            trace = trace.with_poisson_arrivals(workload.rate or 1.0, rng)
+        return trace
+    assert workload.prompt_tokens is not None and workload.output_tokens is not None
+    count = workload.requests * 24
+    lengths = (workload.prompt_tokens, workload.output_tokens)
+    trace = synthetic(count, workload.rate or 1.0, lengths, rng, workload.spread)
+    return _with_prefixes(trace, workload.shared_prefix, rng) if workload.shared_prefix > 0 else trace
+
+
+def _with_prefixes(trace: Trace, share: float, rng: Random, block_tokens: int = 64, families: int = 8) -> Trace:
+    """Give each prompt one of ``families`` common prefixes that covers ``share`` of it."""
+    requests = []
+    for index, each in enumerate(trace.requests):
+        blocks = -(-each.prompt_tokens // block_tokens)
+        common = int(blocks * share)
+        family = rng.randrange(families)
+        ids = tuple(family << 20 | n if n < common else (index + families) << 20 | n for n in range(blocks))
+        requests.append(TraceRequest(each.arrival_s, each.prompt_tokens, each.output_tokens, ids))
+    return msgspec.structs.replace(trace, requests=tuple(requests), block_tokens=block_tokens)
+
+
+Knob = Literal["none", "compute", "memory", "fixed", "link"]
+
+
+class Engine:
+    """Workers and hand-offs for a scenario, with one knob turned for both arms alike."""
+
+    def __init__(self, scenario: Scenario, knob: Knob = "none", factor: float = 1.0, bandwidth: float = 1.0) -> None:
+        self.scenario = scenario
+        self.profile: ProfileFile | None = None
+        self.warnings: tuple[str, ...] = ()
+        self._turn = (knob, factor)
+        self._bandwidth = bandwidth
+        options = scenario.engine
+        if options.profile is not None:
+            self.profile = read_profile(options.profile)
+            wanted = msgspec.structs.replace(
+                self.profile.origin,
+                engine=options.engine or self.profile.origin.engine,
+                engine_version=options.engine_version or self.profile.origin.engine_version,
+            )
+            self.warnings = tuple(self.profile.mismatches(wanted))
+            return
+        self.shape = _shape(scenario.model)
+        self.weights = count_weights(self.shape, scenario.model.num_params, scenario.model.active_params)
+
+    def with_knob(self, knob: Knob, factor: float) -> Engine:
+        return Engine(self.scenario, knob, factor, self._bandwidth)
+
+    def with_bandwidth(self, factor: float) -> Engine:
+        return Engine(self.scenario, *self._turn, self._bandwidth * factor)
+
+    @property
+    def source(self) -> str:
+        return self.profile.step.source if self.profile else "roofline with round constants"
+
+    def price(self, decode: bool = False) -> float:
+        """Dollars for one GPU hour."""
+        hw = self.scenario.hardware
+        if decode and hw.decode_usd_per_gpu_hour is not None:
+            return hw.decode_usd_per_gpu_hour
+        return hw.usd_per_gpu_hour
+
+    def cost(self, sharding: Sharding) -> KVCost:
+        return KVCost(self.shape, kv_format(self.scenario.model.kv_dtype, self.shape), sharding)
+
+    def worker(self, sharding: Sharding, budget: int, block_size: int, decode: bool = False) -> WorkerSpec:
+        """One worker; ``LocalError`` when the model does not fit it."""
+        options = self.scenario.engine
+        if self.profile is not None:
+            spec = self.profile.worker_spec(options.prefix_caching)
+            budget = max(budget, spec.max_running)
+            blocks = spec.num_blocks * spec.block_size // block_size
+            return msgspec.structs.replace(
+                spec, step=self._turned(spec.step), max_batch_tokens=budget, num_blocks=blocks, block_size=block_size
+            )
+        hw, model = self.scenario.hardware, self.scenario.model
+        device = hardware.gpu(hw.decode_gpu if decode and hw.decode_gpu else hw.gpu)
+        cost = self.cost(sharding)
+        room = kv_budget_bytes(device, cost, self.weights, model.weight_bits) // (cost.token_bytes * block_size)
+        if room < 1:
+            raise LocalError("no room for a single KV block", field="search.tp", fix="more tensor parallel ranks")
+        return WorkerSpec(
+            step=self._turned(roofline(cost, self.weights, device, self._efficiency(), model.weight_bits)),
+            num_blocks=int(room),
+            block_size=block_size,
+            max_batch_tokens=max(budget, options.max_running),
+            max_running=options.max_running,
+            prefix_caching=options.prefix_caching,
+            num_gpus=sharding.num_gpus,
+        )
+
+    def _efficiency(self) -> Efficiency:
+        options, default = self.scenario.engine, Efficiency()
+        mbu = options.mbu or default.mbu
+        return msgspec.structs.replace(
+            default, mfu=options.mfu or default.mfu, mbu=mbu, mbu_kv=mbu, fixed_ms=options.fixed_ms or default.fixed_ms
+        )
+
+    def _turned(self, step: StepModel) -> StepModel:
+        knob, factor = self._turn
+        names = {
+            "compute": ("per_token_s", "per_pair_s"),
+            "memory": ("per_context_s", "expert_read_s"),
+            "fixed": ("fixed_s", "per_sequence_s"),
+        }.get(knob, ())
+        return msgspec.structs.replace(step, **{name: getattr(step, name) * factor for name in names})
+
+    def handoff(self) -> HandoffSpec:
+        hw, options = self.scenario.hardware, self.scenario.engine
+        if self.profile is not None and self.profile.link is not None:
+            link = self.profile.link
+        else:
+            link = from_fabric(hardware.fabric(hw.fabric))
+        link = LinkModel(link.startup_s, link.bytes_per_s * self._bandwidth, link.source)
+        if self._turn[0] == "link":
+            link = link.slower(self._turn[1])
+        if self.profile is not None:
+            token_bytes, layers, fixed = self.profile.worker.token_bytes, self.profile.worker.num_layers, 0
+            control_s = self.profile.control_s
+        else:
+            cost = self.cost(Sharding())
+            token_bytes, layers, fixed = cost.token_bytes, self.shape.num_layers, cost.fixed_bytes
+            control_s = options.control_ms / 1e3
+        return HandoffSpec(
+            link=link, token_bytes=token_bytes, num_layers=layers, fixed_bytes=fixed, layer_wise=hw.layer_wise,
+            shared_link=link if hw.shared_link else None, control_s=control_s,
+        )  # fmt: skip
+
+    @property
+    def admission_s(self) -> float:
+        return self.profile.admission_s if self.profile else self.scenario.engine.admission_ms / 1e3
+
+
+def _shape(model: Model) -> ModelShape:
+    return preset(model.preset) if model.preset is not None else read_model(model.config or "")

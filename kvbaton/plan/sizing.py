@@ -1,0 +1,241 @@
+"""How much a fleet carries at the gates, and which fleets are worth trying.
+
+Goodput is found by bisection over simulated rates: the highest rate at which the wanted share of requests meets both
+limits, the first third of each run left out as warm-up. Phase goodputs of single workers size the pools in closed
+form; fleets chosen that way are then simulated whole. Both arms go through the same functions.
+
+Knows nothing about verdicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import msgspec
+
+from kvbaton.plan.closed_forms import workers_for
+from kvbaton.plan.kv_math import Sharding
+from kvbaton.plan.link import LinkModel
+from kvbaton.plan.scenario import Engine, Scenario, Slo
+from kvbaton.plan.sim import simulate
+from kvbaton.plan.sim_result import SimResult
+from kvbaton.plan.sim_spec import FleetSpec, PoolSpec, WorkerSpec
+from kvbaton.plan.workload import Trace
+from kvbaton.router.policy import PolicyConfig
+from kvbaton.types import LocalError
+
+Progress = Callable[[str], None]
+DEFAULT_BLOCK = 64  # tokens; coarse blocks make simulation fast and waste half a block a sequence
+INSTANT = LinkModel(0.0, 1e18, "no transfer")
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """A fleet in words: what a search varies."""
+
+    prefill: int  # workers; 0 means colocated
+    decode: int  # decode or colocated workers
+    prefill_sharding: Sharding
+    decode_sharding: Sharding
+    prefill_budget: int
+    decode_budget: int
+    threshold: int = 0
+
+    @property
+    def split(self) -> bool:
+        return self.prefill > 0
+
+    @property
+    def num_gpus(self) -> int:
+        return self.prefill * self.prefill_sharding.num_gpus + self.decode * self.decode_sharding.num_gpus
+
+    @property
+    def label(self) -> str:
+        if not self.split:
+            return f"{self.decode} colocated x {self.decode_sharding.label}, budget {self.decode_budget:,}"
+        return (
+            f"{self.prefill} prefill x {self.prefill_sharding.label}, budget {self.prefill_budget:,} + {self.decode} "
+            f"decode x {self.decode_sharding.label}, threshold {self.threshold:,}"
+        )
+
+
+class Sizer:
+    """Simulates layouts of one scenario; counts and reports what it does."""
+
+    def __init__(self, scenario: Scenario, trace: Trace, engine: Engine, progress: Progress) -> None:
+        self.scenario = scenario
+        self.trace = trace
+        self.engine = engine
+        self.num_simulations = 0
+        self._progress = progress
+        self._goodputs: dict[tuple, float] = {}
+        chosen = scenario.engine.block_size
+        self.block_size = chosen or trace.block_tokens or DEFAULT_BLOCK
+
+    def with_engine(self, engine: Engine, trace: Trace | None = None) -> Sizer:
+        return Sizer(self.scenario, trace or self.trace, engine, self._progress)
+
+    # -- fleets ----------------------------------------------------------------------------------------------------
+
+    def fleet(self, layout: Layout) -> FleetSpec:
+        decode = self._worker(layout.decode_sharding, layout.decode_budget, layout.split)
+        if not layout.split:
+            return FleetSpec((PoolSpec("both", layout.decode, decode),), admission_s=self.engine.admission_s)
+        prefill = self._worker(layout.prefill_sharding, layout.prefill_budget, False)
+        return FleetSpec(
+            (PoolSpec("prefill", layout.prefill, prefill), PoolSpec("decode", layout.decode, decode)),
+            self.engine.handoff(),
+            PolicyConfig(threshold_tokens=layout.threshold),
+            admission_s=self.engine.admission_s,
+        )
+
+    def _worker(self, sharding: Sharding, budget: int, decode: bool) -> WorkerSpec:
+        return self.engine.worker(sharding, budget, self.block_size, decode)
+
+    def _sample(self, workers: int) -> Trace:
+        return self.trace.head(min(len(self.trace.requests), self.scenario.workload.requests * workers, 4_000))
+
+    def run(self, layout: Layout, rate: float) -> SimResult:
+        self.num_simulations += 1
+        return simulate(self.fleet(layout), self._sample(layout.prefill + layout.decode).at_rate(rate))
+
+    def _carries(self, fleet: FleetSpec, trace: Trace, guess: float) -> float:
+        """Goodput; of an offline batch the rate at which it is worked off when all of it is there at once."""
+        slo = self.scenario.slo
+        if not self.scenario.workload.online:
+            self.num_simulations += 1
+            result = simulate(fleet, trace.at_rate(1e6))
+            return result.num_requests / result.span_s if result.span_s else 0.0
+
+        def holds(rate: float) -> bool:
+            self.num_simulations += 1
+            return settled_attainment(simulate(fleet, trace.at_rate(rate)), slo) >= slo.attainment
+
+        return _bisect(holds, guess, self.scenario.search.precision)
+
+    def goodput(self, layout: Layout, guess: float) -> float:
+        """Requests a second of the whole fleet at the gates."""
+        found = self._carries(self.fleet(layout), self._sample(layout.prefill + layout.decode), guess)
+        self._progress(f"{layout.label}: {found:.2f} requests/s")
+        return found
+
+    # -- phases ----------------------------------------------------------------------------------------------------
+
+    def phase_goodput(self, phase: str, sharding: Sharding, budget: int) -> float:
+        """Goodput of one worker that does one phase, or both; 0 when the model does not fit."""
+        key = (phase, sharding, budget)
+        if key not in self._goodputs:
+            try:
+                self._goodputs[key] = self._phase_goodput(phase, sharding, budget)
+            except LocalError:
+                self._goodputs[key] = 0.0
+            self._progress(f"{phase} worker {sharding.label}, budget {budget:,}: {self._goodputs[key]:.2f} requests/s")
+        return self._goodputs[key]
+
+    def _phase_goodput(self, phase: str, sharding: Sharding, budget: int) -> float:
+        worker = self._worker(sharding, budget, phase == "decode")
+        trace = self._sample(1)
+        if phase == "prefill":
+            # The first token only; the time a token costs later is not this worker's business.
+            requests = tuple(msgspec.structs.replace(each, output_tokens=1) for each in trace.requests)
+            trace = msgspec.structs.replace(trace, requests=requests)
+            fleet = FleetSpec((PoolSpec("both", 1, worker),), admission_s=self.engine.admission_s)
+        elif phase == "decode":
+            # Prompts arrive computed: an ideal prefill pool and link in front of the one decode worker.
+            ideal = msgspec.structs.replace(
+                worker.step, fixed_s=1e-9, per_token_s=0.0, per_pair_s=0.0, per_sequence_s=0.0, per_context_s=0.0,
+                expert_read_s=0.0,
+            )  # fmt: skip
+            source = msgspec.structs.replace(worker, step=ideal, num_blocks=1 << 20, max_batch_tokens=1 << 20)
+            handoff = msgspec.structs.replace(self.engine.handoff(), link=INSTANT, shared_link=None, control_s=0.0)
+            fleet = FleetSpec((PoolSpec("prefill", 1, source), PoolSpec("decode", 1, worker)), handoff, PolicyConfig(0))
+        else:
+            fleet = FleetSpec((PoolSpec("both", 1, worker),), admission_s=self.engine.admission_s)
+
+        return self._carries(fleet, trace, self._guess(worker, phase))
+
+    def _guess(self, worker: WorkerSpec, phase: str) -> float:
+        """A first rate from mean lengths."""
+        requests = self._sample(1).requests
+        prompt = sum(each.prompt_tokens for each in requests) / len(requests)
+        output = sum(each.output_tokens for each in requests) / len(requests)
+        prefill_s = worker.step.prefill_s(int(prompt), budget=worker.max_batch_tokens)
+        batch = min(worker.max_running, worker.num_blocks * worker.block_size / (prompt + output))
+        decode_s = output * worker.step.tpot_s(max(1, int(batch)), prompt + output / 2) / max(1.0, batch)
+        busy_s = {"prefill": prefill_s, "decode": decode_s}.get(phase, prefill_s + decode_s)
+        return 0.7 / busy_s
+
+    # -- candidates ------------------------------------------------------------------------------------------------
+
+    def shardings(self, decode: bool = False) -> list[Sharding]:
+        if self.engine.profile is not None:
+            return [Sharding()]
+        search = self.scenario.search
+        tps = search.decode_tp if decode and search.decode_tp else search.tp
+        most = self.scenario.hardware.max_gpus
+        return [Sharding(tp=tp, pp=pp) for tp, pp in product(tps, search.pp) if tp * pp <= most]
+
+    def colocated_layouts(self) -> Iterator[tuple[Layout, float]]:
+        """(layout, estimated goodput), largest fleets the budget allows."""
+        most = self.scenario.hardware.max_gpus
+        for sharding, budget in product(self.shardings(), self.scenario.search.chunk_budgets):
+            rate = self.phase_goodput("colocated", sharding, budget)
+            count = most // self.gpus(sharding)
+            if rate > 0 and count:
+                yield Layout(0, count, sharding, sharding, budget, budget), rate * count
+
+    def split_layouts(self) -> Iterator[tuple[Layout, float]]:
+        """(layout, estimated goodput) for every pair of pools that fits the budget."""
+        most, search = self.scenario.hardware.max_gpus, self.scenario.search
+        for sharding, budget, other in product(self.shardings(), search.chunk_budgets, self.shardings(decode=True)):
+            prefill = self.phase_goodput("prefill", sharding, budget)
+            decode = self.phase_goodput("decode", other, max(search.chunk_budgets))
+            if prefill <= 0 or decode <= 0:
+                continue
+            for count in range(1, most // self.gpus(sharding) + 1):
+                left = (most - count * self.gpus(sharding)) // self.gpus(other)
+                if left < 1:
+                    continue
+                useful = min(left, workers_for(count * prefill, decode))
+                layout = Layout(count, useful, sharding, other, budget, max(search.chunk_budgets))
+                yield layout, min(count * prefill, useful * decode)
+
+    def gpus(self, sharding: Sharding) -> int:
+        """GPUs (or core sets) of one worker."""
+        return self.engine.profile.worker.num_gpus if self.engine.profile else sharding.num_gpus
+
+    def layout_gpus(self, layout: Layout) -> int:
+        return layout.prefill * self.gpus(layout.prefill_sharding) + layout.decode * self.gpus(layout.decode_sharding)
+
+
+def settled_attainment(result: SimResult, slo: Slo) -> float:
+    """Share of the last two thirds of the requests that met both limits; lost requests count as missed."""
+    skipped = result.num_requests // 3
+    ttft_s, tpot_s = slo.ttft_ms / 1e3, slo.tpot_ms / 1e3
+    paired = result.paired[skipped:]
+    good = sum(ttft <= ttft_s and tpot <= tpot_s for ttft, tpot in paired)
+    counted = result.num_requests - skipped
+    return good / counted if counted else 0.0
+
+
+def _bisect(holds: Callable[[float], bool], guess: float, precision: float) -> float:
+    """The highest rate that holds, to ``precision`` of itself; 0 when even a hundredth of the guess does not."""
+    low, high = 0.0, guess
+    while holds(high):
+        low, high = high, high * 1.6
+        if high > guess * 200:
+            return low
+    if low == 0.0:
+        trial = guess / 2
+        while not holds(trial):
+            high, trial = trial, trial / 3
+            if trial < guess / 100:
+                return 0.0
+        low = trial
+    while high - low > precision * low:
+        middle = (low * high) ** 0.5
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,329 @@
+"""From a scenario to an answer: size both arms under one budget, turn every uncertain constant for both alike, decide.
+
+    split                 the split carries at least ``margin`` more for each dollar, however the constants are off
+    stay                  it does not, however they are off
+    not enough evidence   the answer depends on a constant that was not measured: that constant is what to measure next
+
+The single pool is tuned first (parallelism and chunk budget), so the split has to beat the best rival, not a default.
+Knows nothing about files or how answers look.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import msgspec
+import numpy as np
+
+from kvbaton.plan import conditions
+from kvbaton.plan.answer import Answer, Arm, Band, Cost, DriftBand, Sensitivity, Uncertain, VerdictWord
+from kvbaton.plan.closed_forms import cost_per_million_usd, workers_for
+from kvbaton.plan.scenario import Engine, Knob, Scenario, trace_of
+from kvbaton.plan.sim_result import SimResult
+from kvbaton.plan.sizing import Layout, Progress, Sizer, settled_attainment
+from kvbaton.plan.trace_stats import describe
+from kvbaton.plan.workload import Trace
+from kvbaton.types import LocalError
+
+KNOBS: tuple[tuple[Knob, str], ...] = (
+    ("compute", "time of a token (prefill speed)"),
+    ("memory", "time to read cached tokens (decode speed at long contexts)"),
+    ("fixed", "fixed time of a step (launch, reading weights) and of a sequence"),
+    ("link", "link start-up and bandwidth"),
+)
+
+
+class _Choice(msgspec.Struct):
+    layout: Layout
+    goodput: float
+    usd_per_hour: float
+
+    @property
+    def per_dollar(self) -> float:
+        return self.goodput / self.usd_per_hour
+
+
+def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
+    """Everything ``kvbaton plan`` says."""
+    engine, trace = Engine(scenario), trace_of(scenario)
+    scenario = _right_sized(scenario, engine, trace, progress)
+    engine = Engine(scenario)
+    sizer = Sizer(scenario, trace, engine, progress)
+    single = _best(sizer, sorted(sizer.colocated_layouts(), key=lambda each: -each[1]))
+    if single is None:
+        raise LocalError("no single-pool fleet meets the limits", field="slo", fix="looser limits or other GPUs")
+    pair = _best_split(sizer)
+    uncertain = _turn_knobs(sizer, single, pair) if pair is not None else ()
+    ratio = pair.per_dollar / single.per_dollar if pair is not None else None
+    verdict, reason, measure = _decide(scenario, engine, ratio, uncertain)
+    rate = scenario.workload.rate or 0.8 * max(single.goodput, pair.goodput if pair else 0.0)
+    arms = [_arm(sizer, choice, min(rate, choice.goodput)) for choice in (single, pair) if choice is not None]
+    values = [each.advantage for each in uncertain] + ([ratio] if ratio is not None else [])
+    split = arms[1] if pair is not None else None
+    stats = describe(trace)
+    lines = _sensitivity(sizer, single, pair) if scenario.search.sensitivity and pair is not None else ()
+    return Answer(
+        name=scenario.name,
+        verdict=verdict,
+        reason=reason,
+        measure_next=measure,
+        advantage=ratio,
+        advantage_band=Band(min(values), max(values)) if values else None,
+        margin=scenario.search.margin,
+        num_gpus=scenario.hardware.max_gpus,
+        slo=_slo_text(scenario),
+        colocated=arms[0],
+        split=split,
+        threshold_tokens=pair.layout.threshold if pair is not None and verdict == "split" else None,
+        matrix=conditions.matrix(scenario, engine, trace, arms[0], split),
+        cheaper=conditions.cheaper(sizer, single.layout, single.goodput),
+        sensitivity=lines,
+        uncertainty=uncertain,
+        drift=_drift(sizer, pair, rate, stats.prompt_per_output) if pair is not None else None,
+        trace=stats,
+        prompt_buckets=_buckets(trace),
+        step_source=engine.source,
+        link_source=engine.handoff().link.source,
+        warnings=engine.warnings + trace.notes + _warnings(scenario, single, pair),
+        num_simulations=sizer.num_simulations,
+    )
+
+
+def _slo_text(scenario: Scenario) -> str:
+    if not scenario.workload.online:
+        return "offline batch: throughput only"
+    slo = scenario.slo
+    return f"{slo.attainment:.0%} of requests: TTFT <= {slo.ttft_ms:g} ms and TPOT <= {slo.tpot_ms:g} ms"
+
+
+def _right_sized(scenario: Scenario, engine: Engine, trace: Trace, progress: Progress) -> Scenario:
+    """With a rate wanted: the fewest GPUs with which either arm serves it, headroom for variance included."""
+    rate = scenario.workload.rate
+    if rate is None:
+        return scenario
+    sizer = Sizer(scenario, trace, engine, progress)
+    wanted = rate * (1.0 + headroom(trace, rate))
+    needs = [need for need in (gpus_needed(sizer, wanted, split) for split in (False, True)) if need is not None]
+    most = scenario.hardware.max_gpus
+    fewest = min([need for need in needs if need <= most], default=most)
+    hardware = msgspec.structs.replace(scenario.hardware, max_gpus=fewest)
+    return msgspec.structs.replace(scenario, hardware=hardware)
+
+
+def headroom(trace: Trace, rate_per_s: float, window_s: float = 60.0) -> float:
+    """Share kept free so that nine minutes of ten, drawn at the trace's burstiness, stay below capacity."""
+    burstiness = max(describe(trace).gap_cv, 0.1)
+    return float(min(0.5, 1.28 * burstiness / np.sqrt(max(1.0, rate_per_s * window_s))))
+
+
+def gpus_needed(sizer: Sizer, rate: float, split: bool) -> int | None:
+    """Fewest GPUs of one arm for the rate, from phase goodputs; None when no layout works."""
+    budgets, needs = sizer.scenario.search.chunk_budgets, []
+    for sharding in sizer.shardings():
+        for budget in budgets:
+            if not split:
+                alone = sizer.phase_goodput("colocated", sharding, budget)
+                needs += [workers_for(rate, alone) * sizer.gpus(sharding)] if alone > 0 else []
+                continue
+            prefill = sizer.phase_goodput("prefill", sharding, budget)
+            for other in sizer.shardings(decode=True):
+                decode = sizer.phase_goodput("decode", other, max(budgets))
+                if prefill > 0 and decode > 0:
+                    gpus = workers_for(rate, prefill) * sizer.gpus(sharding)
+                    needs.append(gpus + workers_for(rate, decode) * sizer.gpus(other))
+    return min(needs, default=None)
+
+
+# -- choosing ------------------------------------------------------------------------------------------------------
+
+
+def usd_per_hour(engine: Engine, layout: Layout, sizer: Sizer) -> float:
+    prefill = layout.prefill * sizer.gpus(layout.prefill_sharding) * engine.price()
+    return prefill + layout.decode * sizer.gpus(layout.decode_sharding) * engine.price(decode=layout.split)
+
+
+def _best(sizer: Sizer, ranked: list[tuple[Layout, float]]) -> _Choice | None:
+    """The most goodput for a dollar among the first few candidates, each simulated whole."""
+    best = None
+    for layout, estimate in ranked[: sizer.scenario.search.verify]:
+        usd = usd_per_hour(sizer.engine, layout, sizer)
+        choice = _Choice(layout, sizer.goodput(layout, estimate), usd)
+        if choice.goodput > 0 and (best is None or choice.per_dollar > best.per_dollar):
+            best = choice
+    return best
+
+
+def _best_split(sizer: Sizer) -> _Choice | None:
+    def value(each: tuple[Layout, float]) -> tuple[float, int]:
+        return (-each[1] / usd_per_hour(sizer.engine, each[0], sizer), each[0].num_gpus)
+
+    ranked = _different(sorted(sizer.split_layouts(), key=value), sizer.scenario.search.verify)
+    best = _best(sizer, ranked)
+    if best is None:
+        return None
+    for threshold in sizer.scenario.search.thresholds:
+        if threshold == best.layout.threshold:
+            continue
+        layout = msgspec.structs.replace(best.layout, threshold=threshold)
+        choice = _Choice(layout, sizer.goodput(layout, best.goodput), best.usd_per_hour)
+        if choice.per_dollar > best.per_dollar * (1.0 + sizer.scenario.search.precision):
+            best = choice
+    return best
+
+
+def _different(ranked: list[tuple[Layout, float]], count: int) -> list[tuple[Layout, float]]:
+    """The first few with different pools: budgets of equal pools differ little, pools differ much."""
+    seen, chosen = set(), []
+    for layout, estimate in ranked:
+        pools = (layout.prefill, layout.decode, layout.prefill_sharding, layout.decode_sharding)
+        if pools not in seen:
+            seen.add(pools)
+            chosen.append((layout, estimate))
+        if len(chosen) == count:
+            break
+    return chosen
+
+
+# -- deciding ------------------------------------------------------------------------------------------------------
+
+
+def _advantage(sizer: Sizer, single: _Choice, pair: _Choice) -> float:
+    """Goodput per dollar of the split over the single pool's, for the same layouts under another engine or trace."""
+    alone = sizer.goodput(single.layout, single.goodput)
+    both = sizer.goodput(pair.layout, pair.goodput)
+    if alone <= 0:
+        return float("inf") if both > 0 else 1.0
+    return both / pair.usd_per_hour / (alone / single.usd_per_hour)
+
+
+def _turn_knobs(sizer: Sizer, single: _Choice, pair: _Choice) -> tuple[Uncertain, ...]:
+    doubt = sizer.scenario.engine.uncertainty
+    if doubt <= 0:
+        return ()
+    turned = []
+    for knob, name in KNOBS:
+        for factor in (1.0 + doubt, 1.0 / (1.0 + doubt)):
+            other = sizer.with_engine(sizer.engine.with_knob(knob, factor))
+            turned.append(Uncertain(name, factor, _advantage(other, single, pair)))
+            sizer.num_simulations += other.num_simulations
+    return tuple(turned)
+
+
+def _decide(scenario: Scenario, engine: Engine, ratio: float | None, uncertain: tuple[Uncertain, ...]) -> tuple[
+    VerdictWord, str, tuple[str, ...]
+]:  # fmt: skip
+    bar = 1.0 + scenario.search.margin
+    if ratio is None:
+        return "stay", "no split fits the GPUs or meets the limits", ()
+    text = f"the split carries {ratio:.2f} times the tuned single pool's goodput for a dollar"
+    crossing = [each for each in uncertain if (each.advantage >= bar) != (ratio >= bar)]
+    if crossing:
+        worst = sorted(crossing, key=lambda each: abs(each.advantage - bar), reverse=True)
+        measure = tuple(dict.fromkeys(each.what for each in worst))
+        how = f"but {worst[0].advantage:.2f} if the {worst[0].what} is {worst[0].factor - 1:+.0%}"
+        kind = "measured" if engine.profile is not None else "assumed"
+        return "not enough evidence", f"{text}, {how} ({kind}); the bar is {bar:.2f}", measure
+    if ratio >= bar:
+        return "split", f"{text}, and at least {bar:.2f} whichever constant is off", ()
+    return "stay", f"{text}, below the bar of {bar:.2f} whichever constant is off", ()
+
+
+def _sensitivity(sizer: Sizer, single: _Choice, pair: _Choice) -> tuple[Sensitivity, ...]:
+    """The same two layouts under another workload, link or price."""
+    bar = 1.0 + sizer.scenario.search.margin
+    cases: list[tuple[str, Sizer]] = [
+        ("prompts half as long", sizer.with_engine(sizer.engine, sizer.trace.scaled(prompt=0.5))),
+        ("prompts twice as long", sizer.with_engine(sizer.engine, sizer.trace.scaled(prompt=2.0))),
+        ("bandwidth a quarter", sizer.with_engine(sizer.engine.with_bandwidth(0.25))),
+    ]
+    if sizer.trace.block_tokens is not None:
+        bare = tuple(msgspec.structs.replace(each, block_ids=()) for each in sizer.trace.requests)
+        cases.append(("no prefix cache hits", sizer.with_engine(sizer.engine,
+                      msgspec.structs.replace(sizer.trace, requests=bare, block_tokens=None))))  # fmt: skip
+    lines = []
+    for change, other in cases:
+        other.block_size = sizer.block_size
+        value = _advantage(other, single, pair)
+        sizer.num_simulations += other.num_simulations
+        lines.append(Sensitivity(change, value, "split" if value >= bar else "stay"))
+    base = pair.per_dollar / single.per_dollar
+    prefill = pair.layout.prefill * sizer.gpus(pair.layout.prefill_sharding) * sizer.engine.price()
+    dearer = base * pair.usd_per_hour / (pair.usd_per_hour + 0.5 * prefill)
+    lines.append(Sensitivity("prefill GPUs half as dear again", dearer, "split" if dearer >= bar else "stay"))
+    return tuple(lines)
+
+
+def _drift(sizer: Sizer, pair: _Choice, rate: float, ratio: float) -> DriftBand:
+    """How far the prompt:output ratio may move before one pool is past its own goodput."""
+    layout = pair.layout
+    prefill = layout.prefill * sizer.phase_goodput("prefill", layout.prefill_sharding, layout.prefill_budget)
+    decode = layout.decode * sizer.phase_goodput("decode", layout.decode_sharding, layout.decode_budget)
+    rate = min(rate, pair.goodput, prefill, decode)
+    return DriftBand(ratio, ratio * rate / decode, ratio * prefill / rate)
+
+
+# -- describing ----------------------------------------------------------------------------------------------------
+
+
+def _arm(sizer: Sizer, choice: _Choice, rate: float) -> Arm:
+    layout, doubt = choice.layout, sizer.scenario.engine.uncertainty
+    result = sizer.run(layout, rate)
+    ttft, tpot = [result.ttft.p90], [result.tpot.p90]
+    for knob in ("compute", "memory", "fixed"):
+        if doubt > 0:
+            other = sizer.with_engine(sizer.engine.with_knob(knob, 1.0 + doubt)).run(layout, rate)
+            ttft.append(other.ttft.p90)
+            tpot.append(other.tpot.p90)
+            ttft.append(max(0.0, 2 * result.ttft.p90 - other.ttft.p90))
+            tpot.append(max(0.0, 2 * result.tpot.p90 - other.tpot.p90))
+    wanted = sizer.scenario.workload.rate
+    return Arm(
+        layout=layout,
+        label=layout.label,
+        goodput_per_s=choice.goodput,
+        goodput_per_gpu=choice.goodput / sizer.layout_gpus(layout),
+        goodput_per_usd_hour=choice.per_dollar,
+        gpus_for_rate=None if wanted is None else gpus_needed(sizer, wanted, layout.split),
+        at_rate_per_s=rate,
+        attainment=settled_attainment(result, sizer.scenario.slo),
+        ttft=result.ttft,
+        tpot=result.tpot,
+        ttft_p90_band=Band(min(ttft), max(ttft)),
+        tpot_p90_band=Band(min(tpot), max(tpot)),
+        p99_gap_s=result.p99_gap_s,
+        p90_exposed_s=float(np.percentile(result.exposed_s, 90)) if result.exposed_s else 0.0,
+        token_hit=result.token_hit,
+        pools=result.pools,
+        cost=_cost(sizer, layout, result),
+    )
+
+
+def _cost(sizer: Sizer, layout: Layout, result: SimResult) -> Cost:
+    engine = sizer.engine
+    hourly = usd_per_hour(engine, layout, sizer)
+    prompt = decode = None
+    if layout.split:
+        prefill_gpus = layout.prefill * sizer.gpus(layout.prefill_sharding)
+        decode_gpus = layout.decode * sizer.gpus(layout.decode_sharding)
+        prompt = cost_per_million_usd(prefill_gpus, engine.price(), result.prompt_tokens / result.span_s)
+        decode = cost_per_million_usd(decode_gpus, engine.price(decode=True), result.output_tokens_per_s)
+    blended = cost_per_million_usd(1, hourly, result.output_tokens_per_s)
+    return Cost(hourly, float(sizer.layout_gpus(layout)), blended, prompt, decode)
+
+
+def _buckets(trace: Trace) -> tuple[tuple[int, int], ...]:
+    """Requests by prompt length, edges doubling."""
+    counts: dict[int, int] = {}
+    for each in trace.requests:
+        edge = 1 << max(6, ceil(np.log2(max(1, each.prompt_tokens))))
+        counts[edge] = counts.get(edge, 0) + 1
+    return tuple(sorted(counts.items()))
+
+
+def _warnings(scenario: Scenario, single: _Choice, pair: _Choice | None) -> tuple[str, ...]:
+    rate, found = scenario.workload.rate, []
+    if rate is not None and max(single.goodput, pair.goodput if pair else 0.0) < rate:
+        found.append(f"neither arm serves {rate:g} requests/s with {scenario.hardware.max_gpus} GPUs")
+    if pair is not None and min(pair.layout.prefill, pair.layout.decode) < 2:
+        found.append("a pool of one worker: its failure stops the split until the router falls back")
+    return tuple(found)
