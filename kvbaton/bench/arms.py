@@ -128,7 +128,7 @@ async def describe_endpoint(url: str, headers: dict[str, str]) -> dict[str, str]
     pool = HttpPool(origin_of(url), time.monotonic, headers)
     found: dict[str, str] = {}
     try:
-        for path in ("/v1/models", "/version"):
+        for path in ("/v1/models", "/fleet"):
             try:
                 status, body = await pool.get(path)
             except RemoteError:

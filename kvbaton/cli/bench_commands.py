@@ -25,13 +25,16 @@ from kvbaton.cli.bench_options import (
     load_spec,
     numbers,
     print_json,
+    realtime_option,
     run_loop,
     says_whose_fault,
+    take_priority,
 )
 from kvbaton.types import LocalError
 
 if TYPE_CHECKING:
     from kvbaton.bench.compare import CompareSpec
+    from kvbaton.bench.profile import ProfileResult, ProfileSpec
     from kvbaton.bench.stats import Gates
     from kvbaton.bench.workload import LoadSpec
 
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 @click.option(
     "--samples", type=click.Path(dir_okay=False, path_type=Path), help="Keep every chunk: .jsonl or .jsonl.gz"
 )
+@realtime_option
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @says_whose_fault
@@ -67,6 +71,8 @@ def bench_command(url: str, **given: Any) -> None:
     spec, gates, fleet = load_spec(url, given), gates_of(given), fleet_of(given)
     headers = headers_of(given["api_key"], given["header"])
     watch = Watch(given["quiet"])
+    if given["realtime"]:
+        take_priority()
     if given["goodput"]:
         _goodput(spec, gates, headers, given, watch)
         return
@@ -134,6 +140,7 @@ def _goodput(spec: LoadSpec, gates: Gates | None, headers: dict[str, str], given
 @load_options
 @gate_options
 @fleet_options
+@realtime_option
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @says_whose_fault
@@ -149,6 +156,8 @@ def compare_command(**given: Any) -> None:
 
     spec = _compare_spec(given)
     watch = Watch(given["quiet"])
+    if given["realtime"]:
+        take_priority()
     work = compare(spec, lambda line: click.echo(line, err=True), watch)
     found = run_loop(watch.during(work, "compare"))
     paths = write_reports(found, spec.directory)
@@ -323,6 +332,12 @@ def _default_model() -> Path:
 @click.command("profile")
 @click.argument("url")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Profile file for `plan` and the router.")
+@click.option("--engine", default="kvbaton", show_default=True, help="What serves at URL, for the file.")
+@click.option("--hardware", default="", help="What it runs on, for the file.  [default: this processor]")
+@click.option("--model-dir", type=click.Path(exists=True, file_okay=False, path_type=Path), help="For the KV layout.")
+@click.option("--kv-blocks", type=click.IntRange(1), default=2048, show_default=True, help="Blocks the worker has.")
+@click.option("--max-running", type=click.IntRange(1), default=64, show_default=True, help="Its largest batch.")
+@click.option("--with-link", is_flag=True, help="Also measure the link on this machine, as `kvbaton link` does.")
 @click.option("--prefill-tokens", default="64,128,256,512,1024", show_default=True, help="Prompt lengths to time.")
 @click.option("--cached-tokens", default="0,512", show_default=True, help="Cached contexts before them.")
 @click.option("--batches", default="1,2,4,8", show_default=True, help="Decode batches to time.")
@@ -372,7 +387,7 @@ def profile_command(url: str, **given: Any) -> None:
     )
     found = run_loop(profile(spec, lambda line: click.echo(line, err=True)))
     if given["out"]:
-        given["out"].write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        _write_profile(found, spec, given)
     if given["as_json"]:
         print_json(found)
         return
@@ -390,3 +405,19 @@ def profile_command(url: str, **given: Any) -> None:
         if searched is not None:
             note = f" ({searched.note})" if searched.note else ""
             click.echo(f"{name}-only goodput: {searched.rate_per_s:.3g} requests/s{note}")
+
+
+def _write_profile(found: ProfileResult, spec: ProfileSpec, given: dict[str, Any]) -> None:
+    from kvbaton.bench import link, profile_export
+    from kvbaton.engine.model_config import ModelConfig
+    from kvbaton.plan.profile_file import write_profile
+
+    directory = given["model_dir"] or _default_model()
+    config = ModelConfig.from_dir(directory)
+    layout = link.layout_of(directory, 16, "bfloat16")
+    limits = profile_export.limits_of(
+        layout, given["kv_blocks"], spec.chunk_tokens, given["max_running"], config.max_context
+    )
+    origin = profile_export.origin_of_run(found, given["engine"], config.revision, given["hardware"])
+    measured = run_loop(link.measure_link(link.LinkSpec(layout))) if given["with_link"] else None
+    write_profile(profile_export.to_profile_file(found, limits, origin, measured), given["out"])

@@ -5,7 +5,10 @@ Knows nothing about what is measured.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from functools import reduce, wraps
@@ -38,14 +41,42 @@ def says_whose_fault(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_loop(work: Coroutine[Any, Any, Any]) -> Any:
-    """On uvloop where it is installed: its reads are cheaper, so their stamps are earlier."""
+    """On uvloop where it is installed: its reads are cheaper, so their stamps are earlier.
+
+    SIGTERM cancels the work like Ctrl-C does, so that a fleet which a comparison started ends with it.
+    """
+
+    async def until_done() -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
     try:
         import uvloop
-    except ImportError:
-        import asyncio
 
-        return asyncio.run(work)
-    return uvloop.run(work)
+        run: Callable[..., Any] = uvloop.run
+    except ImportError:
+        run = asyncio.run
+    try:
+        return run(until_done())
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+
+
+def take_priority() -> None:
+    """Real-time priority for this client alone, not for what it starts; LocalError where the system refuses."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(10))
+    except (AttributeError, PermissionError) as error:
+        raise LocalError(f"the system refuses: {error}", field="realtime", fix="run as root, or without it") from error
+
+
+realtime_option = click.option(
+    "--realtime",
+    is_flag=True,
+    help="Real-time priority for the client, where it shares cores with what it measures (needs root).",
+)
 
 
 def options(*added: Callable[[Any], Any]) -> Callable[[Any], Any]:

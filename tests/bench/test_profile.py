@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from kvbaton.bench.profile import DecodeRow, PrefillRow, fit_steps, joint_steps
+from kvbaton.bench.link import LinkResult, LinkSize
+from kvbaton.bench.profile import DecodeRow, PrefillRow, ProfileResult, fit_steps, joint_steps
+from kvbaton.bench.profile_export import limits_of, origin_of_run, to_profile_file
 from kvbaton.bench.samples import RequestSample
+from kvbaton.kv.layout import KVLayout
+from kvbaton.plan.profile_file import fit_steps as fit_planner_steps
+from kvbaton.plan.profile_file import read_profile, write_profile
 from kvbaton.plan.step_time import StepModel, StepWork
 from kvbaton.types import LocalError
 
@@ -50,6 +56,23 @@ def test_too_few_rows_are_refused() -> None:
     prefill, decode = rows(0.0)
     with pytest.raises(LocalError, match="too few"):
         fit_steps(prefill[:3], decode[:3], 512)
+
+
+def test_the_file_is_one_the_planner_reads(tmp_path: Path) -> None:
+    prefill, decode = rows(0.02)
+    found = ProfileResult("http://x", "m", tuple(prefill), tuple(decode), fit_steps(prefill, decode, 512))
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
+    origin = origin_of_run(found, "kvbaton", "r1", "test machine")
+    size = LinkSize(256, 1_000_000, 16, 1.0, 1.5, 2.0, 2.5, 1e9)
+    link = LinkResult(layout, "shm", 1, 0, 0, 30, (size,), 0.2, 1.25, 0.05)
+    write_profile(to_profile_file(found, limits_of(layout, 100, 512, 64, 2048), origin, link), tmp_path / "p.json")
+    read = read_profile(tmp_path / "p.json")
+    assert read.step == found.fit.model and read.worker_spec().max_batch_tokens == 512
+    assert read.link is not None and read.link.bytes_per_s == 1.25e9
+    assert all(row.prefill_tokens <= 512 for row in read.step_rows)
+    again = fit_planner_steps(list(read.step_rows), "again").model
+    assert again.per_token_s == pytest.approx(TRUTH.per_token_s, rel=0.1)
+    assert any("held-out" in note for note in read.notes)
 
 
 def stream(*times_s: float) -> RequestSample:
