@@ -39,12 +39,38 @@ static void transpose16(__m512i r[16]) {  // 16 x 16 dwords
 
 // The keys and values of one segment and KV head, ready for the tiles.
 struct Context {
-  const bf16_t** keys;  // per 16 keys: first row
-  size_t key_stride;    // bytes
-  bf16_t* values;       // per 32 keys: [d padded to 16][32]
-  int first, limit;     // first key staged (a multiple of 64), end of the keys that exist
-  int d_tiles, k_steps; // ceil(head_dim / 16), ceil(head_dim / 32)
+  const bf16_t** keys;   // per 16 keys: first row
+  size_t key_stride;     // bytes
+  bf16_t* values;        // per 32 keys: [d padded to 16][32]
+  int first, limit;      // first key staged (a multiple of 64), end of the keys that exist
+  int d_tiles, k_steps;  // ceil(head_dim / 16), ceil(head_dim / 32)
   int window;
+  int end() const { return int(round_up(limit, kKeyTile)); }
+};
+
+// Where one head's rows of one sequence lie: 8 keys are always one run, as block sizes are multiples of 8.
+struct Rows {
+  const uint8_t* base;  // block 0 of this layer, part and head
+  const int32_t* blocks;
+  size_t block_stride, row_bytes;
+  int block_size;
+  Rows(const Model& model, const Step& step, int layer, int seq, int part, int head)
+      : base(model.kv_head(step, layer, 0, part, head)),
+        blocks(step.block_table + size_t(seq) * step.max_blocks),
+        block_stride(model.head_block_bytes() * 2 * model.config.num_kv_heads),
+        row_bytes(model.kv_itemsize() * model.config.head_dim),
+        block_size(model.config.block_size) {}
+  const uint8_t* run(int key) const {
+    unsigned position = unsigned(key), size = unsigned(block_size);
+    return base + size_t(blocks[position / size]) * block_stride + (position % size) * row_bytes;
+  }
+  // The rows of a tile's worth of keys, on their way while the task before computes.
+  void prefetch(int start, int limit) const {
+    for (int key = start; key < std::min(start + kKeyTile, limit); key += 8) {
+      const char* p = reinterpret_cast<const char*>(run(key));
+      for (size_t i = 0; i < 8 * row_bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
+    }
+  }
 };
 
 static inline __m512i load_kv32(const uint8_t* row, int col, int count, int kv_type) {  // 32 bf16, zero past `count`
@@ -58,38 +84,36 @@ static inline __m512i load_kv32(const uint8_t* row, int col, int count, int kv_t
   return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
-static void stage_values(Model& model, const Step& step, int layer, int seq, int kv_head, const Context& c) {
-  const int hd = model.config.head_dim;
+static void stage_values(const Model& model, const Rows& rows, int start, const Context& c) {  // 32 keys
+  const int hd = model.config.head_dim, kv_type = model.config.kv_type;
   const __m512i pick_low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                             36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i pick_high = _mm512_add_epi16(pick_low, _mm512_set1_epi16(16));
-  for (int start = c.first; start < round_up(c.limit, kKeyTile); start += 32) {
-    bf16_t* out = c.values + size_t(start - c.first) * c.d_tiles * 16;
-    const uint8_t* rows[32];
-    for (int t = 0; t < 32; t++)
-      rows[t] = start + t < c.limit ? model.kv_slot(step, layer, seq, start + t, 1, kv_head) : nullptr;
-    for (int col = 0; col < hd; col += 32) {
-      __m512i low[16], high[16];
-      for (int pair = 0; pair < 16; pair++) {
-        const uint8_t *first = rows[2 * pair], *second = rows[2 * pair + 1];
-        __m512i a = first ? load_kv32(first, col, hd, model.config.kv_type) : _mm512_setzero_si512();
-        __m512i b = second ? load_kv32(second, col, hd, model.config.kv_type) : _mm512_setzero_si512();
-        low[pair] = _mm512_permutex2var_epi16(a, pick_low, b);
-        high[pair] = _mm512_permutex2var_epi16(a, pick_high, b);
-      }
-      transpose16(low);
-      for (int d = 0; d < 16; d++) _mm512_store_si512(out + size_t(col + d) * 32, low[d]);
-      if (col + 16 >= hd) break;
-      transpose16(high);
-      for (int d = 0; d < 16; d++) _mm512_store_si512(out + size_t(col + 16 + d) * 32, high[d]);
+  bf16_t* out = c.values + size_t(start - c.first) * c.d_tiles * 16;
+  int exist = std::min(32, c.limit - start);
+  const uint8_t* runs[4];
+  for (int i = 0; i < 4; i++) runs[i] = i * 8 < exist ? rows.run(start + i * 8) : nullptr;
+  for (int col = 0; col < hd; col += 32) {
+    __m512i low[16], high[16];
+    for (int pair = 0; pair < 16; pair++) {
+      const uint8_t* row = runs[pair / 4] + (pair % 4) * 2 * rows.row_bytes;
+      __m512i a = pair * 2 < exist ? load_kv32(row, col, hd, kv_type) : _mm512_setzero_si512();
+      __m512i b = pair * 2 + 1 < exist ? load_kv32(row + rows.row_bytes, col, hd, kv_type) : _mm512_setzero_si512();
+      low[pair] = _mm512_permutex2var_epi16(a, pick_low, b);
+      high[pair] = _mm512_permutex2var_epi16(a, pick_high, b);
     }
+    transpose16(low);
+    for (int d = 0; d < 16; d++) _mm512_store_si512(out + size_t(col + d) * 32, low[d]);
+    if (col + 16 >= hd) break;
+    transpose16(high);
+    for (int d = 0; d < 16; d++) _mm512_store_si512(out + size_t(col + 16 + d) * 32, high[d]);
   }
 }
 
 // K rows straight from the cache where 16 keys of a block are a tile; otherwise copied, padded with zeros.
-static void stage_keys(Model& model, const Step& step, int layer, int seq, int kv_head, Context& c, ThreadScratch& scratch) {
+static void stage_keys(const Model& model, const Rows& rows, Context& c, ThreadScratch& scratch) {
   const Config& config = model.config;
-  int tiles = int(round_up(c.limit, kKeyTile) - c.first) / 16;
+  int tiles = (c.end() - c.first) / 16;
   bool direct = config.kv_type == kKvBF16 && config.block_size % 16 == 0 && config.head_dim % 32 == 0;
   size_t width = size_t(c.k_steps) * 32;
   // One tile of zeros for keys that do not exist, then the copies.
@@ -102,12 +126,13 @@ static void stage_keys(Model& model, const Step& step, int layer, int seq, int k
     if (start >= c.limit) {
       c.keys[tile] = copies;
     } else if (direct) {
-      c.keys[tile] = reinterpret_cast<const bf16_t*>(model.kv_slot(step, layer, seq, start, 0, kv_head));
+      c.keys[tile] = reinterpret_cast<const bf16_t*>(rows.run(start));
     } else {
       bf16_t* to = copies + size_t(tile + 1) * 16 * width;
       c.keys[tile] = to;
       for (int t = 0; t < 16; t++) {
-        const uint8_t* from = start + t < c.limit ? model.kv_slot(step, layer, seq, start + t, 0, kv_head) : nullptr;
+        bool exists = start + t < c.limit;
+        const uint8_t* from = exists ? rows.run(start + t / 8 * 8) + (t % 8) * rows.row_bytes : nullptr;
         for (size_t col = 0; col < width; col += 32) {
           __m512i v = from ? load_kv32(from, int(col), config.head_dim, config.kv_type) : _mm512_setzero_si512();
           _mm512_storeu_si512(to + t * width + col, v);
@@ -124,12 +149,23 @@ struct Lanes {
   int count, first, last;
 };
 
+// Sixteen lanes on their way through the keys.
 struct LaneState {
-  bf16_t* query;     // B tiles [k_steps][16][16][2]
-  float* out;        // O^T [d][16]
-  float* scores;     // S^T [64][16]
-  bf16_t* weights;   // P^T, B tiles [2][16][16][2]
+  bf16_t* query;  // B tiles [k_steps][16][16][2]
+  float* out;     // O^T [d][16]
   __m512 largest, total;
+};
+
+// Up to kGroups lane groups walk together, so that K and V come from L2 once for all of them: more and their state would not
+// stay in L1. Stage i is one group at one tile of keys. While the vector unit softens stage i, the tile unit scores stage
+// i + 1 and adds the values of stage i - 1; hence two places for scores and weights.
+static constexpr int kGroups = 4;
+
+struct Walk {
+  LaneState groups[kGroups];
+  int num_groups;
+  float* scores[2];    // S^T [64][16]
+  bf16_t* weights[2];  // P^T, B tiles [2][16][16][2]
 };
 
 static void pack_queries(const Lanes& lanes, int k_steps, bf16_t* out) {
@@ -142,27 +178,79 @@ static void pack_queries(const Lanes& lanes, int k_steps, bf16_t* out) {
   }
 }
 
-static inline void score_tile(const Context& c, const bf16_t* const* keys, const LaneState& s) {
-  fence();
-  tile_zero<0>();
-  tile_zero<1>();
-  tile_zero<2>();
-  tile_zero<3>();
-  for (int step = 0; step < c.k_steps; step++) {
-    tile_load<6>(s.query + step * 512, 64);
-    tile_load<4>(keys[0] + step * 32, c.key_stride);
-    tile_product<0, 4, 6>();
-    tile_load<5>(keys[1] + step * 32, c.key_stride);
-    tile_product<1, 5, 6>();
-    tile_load<4>(keys[2] + step * 32, c.key_stride);
-    tile_product<2, 4, 6>();
-    tile_load<5>(keys[3] + step * 32, c.key_stride);
-    tile_product<3, 5, 6>();
+// The tile work of a stage comes in four slots, spread over the vector work. Products that follow each other go to different
+// C tiles, because one after another in the same tile waits for three times as long.
+
+template <int HALF>
+static inline void score_keys(const Context& c, const LaneState& s, int tile, int step) {  // 32 of 64 keys, 32 of d
+  if (HALF == 0) tile_load<6>(s.query + step * 512, 64);
+  tile_load<4>(c.keys[tile + HALF * 2] + step * 32, c.key_stride);
+  tile_product<HALF * 2, 4, 6>();
+  tile_load<5>(c.keys[tile + HALF * 2 + 1] + step * 32, c.key_stride);
+  tile_product<HALF * 2 + 1, 5, 6>();
+}
+
+static inline void score_slot(const Context& c, const LaneState& s, int tile, int slot, float* scores) {
+  if (slot == 0) {
+    tile_zero<0>();
+    tile_zero<1>();
+    tile_zero<2>();
+    tile_zero<3>();
   }
-  tile_store<0>(s.scores, 64);
-  tile_store<1>(s.scores + 256, 64);
-  tile_store<2>(s.scores + 512, 64);
-  tile_store<3>(s.scores + 768, 64);
+  for (int half = c.k_steps * slot / 2; half < c.k_steps * (slot + 1) / 2; half++) {
+    if (half % 2 == 0)
+      score_keys<0>(c, s, tile, half / 2);
+    else
+      score_keys<1>(c, s, tile, half / 2);
+  }
+  if (slot == 3) {
+    tile_store<0>(scores, 64);
+    tile_store<1>(scores + 256, 64);
+    tile_store<2>(scores + 512, 64);
+    tile_store<3>(scores + 768, 64);
+  }
+}
+
+template <int C, int CHUNK>
+static inline void value_product(const Context& c, const LaneState& s, const bf16_t* values, int d) {  // 16 of d, 32 keys
+  if (d >= c.d_tiles) return;
+  if (CHUNK == 0) tile_load<C>(s.out + d * 256, 64);
+  tile_load<4 + C % 2>(values + (CHUNK * c.d_tiles + d) * 512, 64);
+  tile_product<C, 4 + C % 2, 6 + CHUNK>();
+}
+
+template <int C>
+static inline void store_out(const Context& c, const LaneState& s, int d) {
+  if (d < c.d_tiles) tile_store<C>(s.out + d * 256, 64);
+}
+
+// O^T += V^T P^T; the weights' tiles are in 6 and 7.
+static inline void value_slot(const Context& c, const LaneState& s, const bf16_t* values, int slot) {
+  int batches = (c.d_tiles + 3) / 4;  // four tiles of O at a time, each in four steps
+  for (int step = batches * slot; step < batches * (slot + 1); step++) {
+    int d = step / 4 * 4;
+    switch (step % 4) {
+      case 0:
+        value_product<0, 0>(c, s, values, d);
+        value_product<1, 0>(c, s, values, d + 1);
+        break;
+      case 1:
+        value_product<2, 0>(c, s, values, d + 2);
+        value_product<3, 0>(c, s, values, d + 3);
+        break;
+      case 2:
+        value_product<0, 1>(c, s, values, d);
+        value_product<1, 1>(c, s, values, d + 1);
+        break;
+      default:
+        value_product<2, 1>(c, s, values, d + 2);
+        value_product<3, 1>(c, s, values, d + 3);
+        store_out<0>(c, s, d);
+        store_out<1>(c, s, d + 1);
+        store_out<2>(c, s, d + 2);
+        store_out<3>(c, s, d + 3);
+    }
+  }
 }
 
 static inline void hide(float* scores, __m512i position, int start, int window) {
@@ -175,127 +263,189 @@ static inline void hide(float* scores, __m512i position, int start, int window) 
   }
 }
 
-// Scores to weights with the running maximum; rescales O where the maximum moved (elsewhere it would multiply by exactly 1).
-static inline void soften(const Context& c, LaneState& s, __m512 scale) {
+// The new maximum, and by how much what was summed so far shrinks; false where it is exactly 1 for every lane.
+static inline bool raise_largest(LaneState& s, const float* scores, __m512 scale, __m512* correction) {
   __m512 peak[4];
-  for (int u = 0; u < 4; u++) peak[u] = _mm512_load_ps(s.scores + u * 16);
+  for (int u = 0; u < 4; u++) peak[u] = _mm512_load_ps(scores + u * 16);
   for (int t = 4; t < kKeyTile; t += 4)
-    for (int u = 0; u < 4; u++) peak[u] = _mm512_max_ps(peak[u], _mm512_load_ps(s.scores + (t + u) * 16));
+    for (int u = 0; u < 4; u++) peak[u] = _mm512_max_ps(peak[u], _mm512_load_ps(scores + (t + u) * 16));
   __m512 top = _mm512_max_ps(_mm512_max_ps(peak[0], peak[1]), _mm512_max_ps(peak[2], peak[3]));
   __m512 largest = _mm512_max_ps(s.largest, _mm512_mul_ps(top, scale));
-  if (_mm512_cmpneq_ps_mask(largest, s.largest)) {
-    __m512 correction = (__m512)exp2_fast((v16)_mm512_sub_ps(s.largest, largest));
-    s.total = _mm512_mul_ps(s.total, correction);
-    for (int d = 0; d < c.d_tiles * 16; d++)
-      _mm512_store_ps(s.out + d * 16, _mm512_mul_ps(_mm512_load_ps(s.out + d * 16), correction));
-    s.largest = largest;
-  }
-  const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                              20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+  bool raised = _mm512_cmpneq_ps_mask(largest, s.largest) != 0;
+  if (raised) *correction = exp2_bf16(_mm512_sub_ps(s.largest, largest));
+  s.largest = largest;
+  return raised;
+}
+
+// Eight keys: scores to weights, and their sum to `added` (one number per key modulo 4, which fixes the order).
+static inline void soften(const float* scores, bf16_t* weights, __m512 scale, __m512 largest, __m512* added) {
+  // The high halves of two rows, interleaved: keys 2j and 2j + 1 of a lane are neighbours in a B tile.
+  const __m512i high_halves = _mm512_set_epi16(63, 31, 61, 29, 59, 27, 57, 25, 55, 23, 53, 21, 51, 19, 49, 17, 47, 15, 45, 13, 43,
+                                               11, 41, 9, 39, 7, 37, 5, 35, 3, 33, 1);
+  const __m512i half = _mm512_set1_epi32(0x8000);
 #pragma GCC unroll 4
-  for (int t = 0; t < kKeyTile; t += 2) {
-    __m512 a = (__m512)exp2_fast((v16)_mm512_fmsub_ps(_mm512_load_ps(s.scores + t * 16), scale, largest));
-    __m512 b = (__m512)exp2_fast((v16)_mm512_fmsub_ps(_mm512_load_ps(s.scores + t * 16 + 16), scale, largest));
-    even = _mm512_add_ps(even, a);
-    odd = _mm512_add_ps(odd, b);
-    __m512i both = _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-    _mm512_store_si512(s.weights + t * 16, both);
+  for (int t = 0; t < 8; t += 2) {
+    __m512 a = exp2_bf16(_mm512_fmsub_ps(_mm512_load_ps(scores + t * 16), scale, largest));
+    __m512 b = exp2_bf16(_mm512_fmsub_ps(_mm512_load_ps(scores + t * 16 + 16), scale, largest));
+    added[t % 4] = _mm512_add_ps(added[t % 4], a);
+    added[t % 4 + 1] = _mm512_add_ps(added[t % 4 + 1], b);
+    __m512i rounded_a = _mm512_add_epi32((__m512i)a, half), rounded_b = _mm512_add_epi32((__m512i)b, half);
+    _mm512_store_si512(weights + t * 16, _mm512_permutex2var_epi16(rounded_a, high_halves, rounded_b));
   }
-  s.total = _mm512_add_ps(s.total, _mm512_add_ps(even, odd));
 }
 
-template <int C>
-static inline void add_values(const bf16_t* values, size_t chunk, float* out) {
-  tile_load<C>(out, 64);
-  tile_load<4>(values, 64);
-  tile_product<C, 4, 6>();
-  tile_load<5>(values + chunk, 64);
-  tile_product<C, 5, 7>();
-  tile_store<C>(out, 64);
+static inline void prefetch_lines(const void* p, int lines) {
+  for (int i = 0; i < lines; i++) _mm_prefetch(static_cast<const char*>(p) + i * 64, _MM_HINT_T0);
 }
 
-static inline void value_tile(const Context& c, const bf16_t* values, const LaneState& s) {
-  size_t chunk = size_t(c.d_tiles) * 512;  // the next 32 keys
+static void walk_keys(const Context& c, const Lanes* lanes, Walk& w, float attention_scale) {
+  const __m512 scale = _mm512_set1_ps(attention_scale * 1.44269504f);
+  const int groups = w.num_groups, oldest = lanes[0].first, last = lanes[groups - 1].last;
+  const int begin = c.window && oldest >= c.window ? (oldest - c.window + 1) / kKeyTile * kKeyTile : 0;
+  const size_t tile_values = size_t(kKeyTile) * c.d_tiles * 16;
   fence();
-  tile_load<6>(s.weights, 64);
-  tile_load<7>(s.weights + 512, 64);
-  int d = 0;
-  for (; d + 4 <= c.d_tiles; d += 4) {
-    add_values<0>(values + d * 512, chunk, s.out + d * 256);
-    add_values<1>(values + d * 512 + 512, chunk, s.out + d * 256 + 256);
-    add_values<2>(values + d * 512 + 1024, chunk, s.out + d * 256 + 512);
-    add_values<3>(values + d * 512 + 1536, chunk, s.out + d * 256 + 768);
+  for (int part = 0; part < 4; part++) score_slot(c, w.groups[0], (begin - c.first) / 16, part, w.scores[0]);
+  const bf16_t* values = c.values + size_t(begin - c.first) * c.d_tiles * 16;
+  int place = 0;
+  for (int start = begin; start <= last; start += kKeyTile, values += tile_values) {
+    const bool more_keys = start + kKeyTile <= last;
+    const int tile = (start - c.first) / 16;
+    for (int g = 0; g < groups; g++, place ^= 1) {
+      LaneState& s = w.groups[g];
+      float* scores = w.scores[place];
+      const bool last_group = g + 1 == groups, next = !last_group || more_keys, previous = g > 0 || start > begin;
+      const LaneState& next_state = w.groups[last_group ? 0 : g + 1];
+      const LaneState& previous_state = w.groups[g > 0 ? g - 1 : groups - 1];
+      const int next_tile = last_group ? tile + 4 : tile;
+      const bf16_t* previous_values = g > 0 ? values : values - tile_values;
+      bool all_visible = start + kKeyTile - 1 <= lanes[g].first && (!c.window || lanes[g].last - c.window < start);
+      if (!all_visible) hide(scores, _mm512_load_si512(lanes[g].position), start, c.window);
+      __m512 correction, added[4] = {};
+      const bool raised = raise_largest(s, scores, scale, &correction);
+      for (int part = 0; part < 4; part++) {
+        if (next) score_slot(c, next_state, next_tile, part, w.scores[place ^ 1]);
+        if (more_keys && g + 2 >= groups) prefetch_lines(c.keys[tile + 4 + part], g + 2 == groups || groups == 1 ? c.k_steps * 16 : 0);
+        soften(scores + part * 128, w.weights[place] + part * 128, scale, s.largest, added);
+      }
+      if (previous) {
+        tile_load<6>(w.weights[place ^ 1], 64);
+        tile_load<7>(w.weights[place ^ 1] + 512, 64);
+      }
+      for (int part = 0; part < 4; part++) {
+        if (previous) value_slot(c, previous_state, previous_values, part);
+        if (more_keys && last_group) prefetch_lines(values + tile_values + part * c.d_tiles * 256, c.d_tiles * 8);
+        soften(scores + 512 + part * 128, w.weights[place] + 512 + part * 128, scale, s.largest, added);
+      }
+      if (raised) {
+        s.total = _mm512_mul_ps(s.total, correction);
+        for (int d = 0; d < c.d_tiles * 16; d++)
+          _mm512_store_ps(s.out + d * 16, _mm512_mul_ps(_mm512_load_ps(s.out + d * 16), correction));
+      }
+      s.total = _mm512_add_ps(s.total, _mm512_add_ps(_mm512_add_ps(added[0], added[1]), _mm512_add_ps(added[2], added[3])));
+      fence();
+    }
   }
-  for (; d < c.d_tiles; d++) add_values<0>(values + d * 512, chunk, s.out + d * 256);
+  tile_load<6>(w.weights[place ^ 1], 64);
+  tile_load<7>(w.weights[place ^ 1] + 512, 64);
+  for (int part = 0; part < 4; part++) value_slot(c, w.groups[groups - 1], values - tile_values, part);
 }
 
-static void attend_lanes(const Context& c, const Lanes& lanes, float attention_scale, int head_dim, const Packed& out,
+static void attend_lanes(const Context& c, const Lanes* lanes, int num_groups, const Config& config, const Packed& out,
                          Buffer& buffer) {
-  auto* memory = buffer.as<float>(size_t(c.d_tiles) * 256 + 1024 + 512 + size_t(c.k_steps) * 256);
-  LaneState s;
-  s.out = memory;
-  s.scores = s.out + c.d_tiles * 256;
-  s.weights = reinterpret_cast<bf16_t*>(s.scores + 1024);
-  s.query = s.weights + 1024;
-  s.largest = _mm512_set1_ps(-1e30f);
-  s.total = _mm512_setzero_ps();
-  std::memset(s.out, 0, size_t(c.d_tiles) * 1024);
-  pack_queries(lanes, c.k_steps, s.query);
-  __m512 scale = _mm512_set1_ps(attention_scale * 1.44269504f);
-  __m512i position = _mm512_load_si512(lanes.position);
-  int start = c.window && lanes.first >= c.window ? (lanes.first - c.window + 1) / kKeyTile * kKeyTile : 0;
-  for (; start <= lanes.last; start += kKeyTile) {
-    score_tile(c, c.keys + (start - c.first) / 16, s);
-    bool all_visible = start + kKeyTile - 1 <= lanes.first && (!c.window || lanes.last - c.window < start);
-    if (!all_visible) hide(s.scores, position, start, c.window);
-    soften(c, s, scale);
-    value_tile(c, c.values + size_t(start - c.first) * c.d_tiles * 16, s);
+  const size_t state_size = size_t(c.d_tiles) * 256 + size_t(c.k_steps) * 256;
+  auto* memory = buffer.as<float>(state_size * kGroups + 2048 + 1024);
+  Walk w;
+  w.num_groups = num_groups;
+  for (int place = 0; place < 2; place++) {
+    w.scores[place] = memory + place * 1024;
+    w.weights[place] = reinterpret_cast<bf16_t*>(memory + 2048 + place * 512);
   }
-  __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), s.total);
-  for (int d = 0; d < head_dim; d += 16) {
-    __m512i r[16];
-    for (int i = 0; i < 16; i++) r[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(s.out + (d + i) * 16), inverse);
-    transpose16(r);
-    for (int lane = 0; lane < lanes.count; lane++)
-      store_bf16(out.at(lanes.row[lane], lanes.head[lane] * head_dim + d), (v16)r[lane]);
+  for (int g = 0; g < num_groups; g++) {
+    LaneState& s = w.groups[g];
+    s.out = memory + 3072 + g * state_size;
+    s.query = reinterpret_cast<bf16_t*>(s.out + c.d_tiles * 256);
+    s.largest = _mm512_set1_ps(-1e30f);
+    s.total = _mm512_setzero_ps();
+    std::memset(s.out, 0, size_t(c.d_tiles) * 1024);
+    pack_queries(lanes[g], c.k_steps, s.query);
+  }
+  walk_keys(c, lanes, w, config.attention_scale);
+  for (int g = 0; g < num_groups; g++) {
+    const LaneState& s = w.groups[g];
+    __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), s.total);
+    for (int d = 0; d < config.head_dim; d += 16) {
+      __m512i r[16];
+      for (int i = 0; i < 16; i++) r[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(s.out + (d + i) * 16), inverse);
+      transpose16(r);
+      for (int lane = 0; lane < lanes[g].count; lane++)
+        store_bf16(out.at(lanes[g].row[lane], lanes[g].head[lane] * config.head_dim + d), (v16)r[lane]);
+    }
   }
 }
+
+struct Task {  // one segment and KV head
+  Segment segment;
+  int kv_head;
+};
 
 // queries: bf16 [rows][heads][head_dim padded to 32]
-static void attend(Model& model, const Step& step, int layer, int begin, int end, const bf16_t* queries, const Packed& out) {
+static Lanes lanes_of(const Model& model, const Step& step, const Task& task, int begin, int base, const bf16_t* queries) {
+  int group = model.group_heads(), width = int(round_up(model.config.head_dim, 32));
+  Lanes lanes;
+  lanes.count = std::min(16, (task.segment.end - task.segment.begin) * group - base);
+  for (int lane = 0; lane < 16; lane++) {
+    int pair = base + std::min(lane, lanes.count - 1), row = task.segment.begin + pair / group;
+    lanes.position[lane] = step.positions[row];
+    lanes.row[lane] = row - begin;
+    lanes.head[lane] = task.kv_head * group + pair % group;
+    const bf16_t* query = queries + (size_t(row - begin) * model.config.num_heads + lanes.head[lane]) * width;
+    lanes.query[lane] = lane < lanes.count ? query : nullptr;
+  }
+  lanes.first = lanes.position[0];
+  lanes.last = lanes.position[15];
+  return lanes;
+}
+
+static void attend_task(Model& model, const Step& step, int layer, const Task& task, const Task* next, int begin,
+                        const bf16_t* queries, const Packed& out, ThreadScratch& scratch) {
   const Config& config = model.config;
-  auto segments = segments_of(step, begin, end);
-  int group = model.group_heads(), k_steps = int(round_up(config.head_dim, 32) / 32), width = k_steps * 32;
-  model.pool->run(int(segments.size()) * config.num_kv_heads, [&](int task, int thread) {
+  const Segment& segment = task.segment;
+  Context c;
+  c.window = model.layers[layer].window;
+  c.limit = step.positions[segment.end - 1] + 1;
+  int oldest = step.positions[segment.begin];
+  c.first = c.window && oldest >= c.window ? (oldest - c.window + 1) / kKeyTile * kKeyTile : 0;
+  c.d_tiles = (config.head_dim + 15) / 16;
+  c.k_steps = int(round_up(config.head_dim, 32) / 32);
+  c.values = scratch.values.as<bf16_t>(size_t(c.end() - c.first) * c.d_tiles * 16);
+  stage_keys(model, Rows(model, step, layer, segment.seq, 0, task.kv_head), c, scratch);
+  Rows values(model, step, layer, segment.seq, 1, task.kv_head);
+  const Task& ahead = next ? *next : task;
+  Rows next_keys(model, step, layer, ahead.segment.seq, 0, ahead.kv_head);
+  Rows next_values(model, step, layer, ahead.segment.seq, 1, ahead.kv_head);
+  int next_limit = next ? step.positions[ahead.segment.end - 1] + 1 : 0;
+  for (int start = c.first; start < c.end(); start += kKeyTile) {
+    next_keys.prefetch(start, next_limit);
+    next_values.prefetch(start, next_limit);
+    stage_values(model, values, start, c);
+    stage_values(model, values, start + 32, c);
+  }
+  int pairs = (segment.end - segment.begin) * model.group_heads();
+  for (int base = 0; base < pairs;) {
+    Lanes lanes[kGroups];
+    int groups = 0;
+    for (; groups < kGroups && base < pairs; base += 16) lanes[groups++] = lanes_of(model, step, task, begin, base, queries);
+    attend_lanes(c, lanes, groups, config, out, scratch.lanes);
+  }
+}
+
+static void attend(Model& model, const Step& step, int layer, int begin, int end, const bf16_t* queries, const Packed& out) {
+  std::vector<Task> tasks;
+  for (const Segment& segment : segments_of(step, begin, end))
+    for (int head = 0; head < model.config.num_kv_heads; head++) tasks.push_back({segment, head});
+  model.pool->run(int(tasks.size()), [&](int index, int thread) {
     if (thread) configure_tiles();
-    ThreadScratch& scratch = model.scratch[thread];
-    const Segment& s = segments[task / config.num_kv_heads];
-    int kv_head = task % config.num_kv_heads, pairs = (s.end - s.begin) * group;
-    Context c;
-    c.window = model.layers[layer].window;
-    c.limit = step.positions[s.end - 1] + 1;
-    int oldest = step.positions[s.begin];
-    c.first = c.window && oldest >= c.window ? (oldest - c.window + 1) / kKeyTile * kKeyTile : 0;
-    c.d_tiles = (config.head_dim + 15) / 16;
-    c.k_steps = k_steps;
-    c.values = scratch.values.as<bf16_t>(size_t(round_up(c.limit, kKeyTile) - c.first) * c.d_tiles * 16);
-    stage_keys(model, step, layer, s.seq, kv_head, c, scratch);
-    stage_values(model, step, layer, s.seq, kv_head, c);
-    for (int base = 0; base < pairs; base += 16) {
-      Lanes lanes;
-      lanes.count = std::min(16, pairs - base);
-      for (int lane = 0; lane < 16; lane++) {
-        int pair = base + std::min(lane, lanes.count - 1), row = s.begin + pair / group;
-        lanes.position[lane] = step.positions[row];
-        lanes.row[lane] = row - begin;
-        lanes.head[lane] = kv_head * group + pair % group;
-        const bf16_t* query = queries + (size_t(row - begin) * config.num_heads + lanes.head[lane]) * width;
-        lanes.query[lane] = lane < lanes.count ? query : nullptr;
-      }
-      lanes.first = lanes.position[0];
-      lanes.last = lanes.position[15];
-      attend_lanes(c, lanes, config.attention_scale, config.head_dim, out, scratch.lanes);
-    }
+    const Task* next = index + 1 < int(tasks.size()) ? &tasks[index + 1] : nullptr;
+    attend_task(model, step, layer, tasks[index], next, begin, queries, out, model.scratch[thread]);
   });
 }

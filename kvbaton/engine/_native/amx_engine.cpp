@@ -20,16 +20,12 @@ namespace kvb {
 namespace amx {
 #include "vector_ops.h"
 
-// 2^x to about 4e-6, enough for what is rounded to bf16 next; exactly 1 at 0, exactly 0 far below.
-static inline v16 exp2_fast(v16 x) {
-  v16 n = (v16)_mm512_roundscale_ps((__m512)x, 8);
-  v16 f = x - n;
-  v16 p = splat(9.6784e-3f);
-  p = fma(p, f, splat(5.5898e-2f));
-  p = fma(p, f, splat(2.4022e-1f));
-  p = fma(p, f, splat(6.9313e-1f));
-  p = fma(p, f, splat(1.0f));
-  return (v16)_mm512_scalef_ps((__m512)p, (__m512)n);
+// 2^x to 9e-5, enough for what is rounded to bf16 next; exactly 1 at 0, exactly 0 far below and at minus infinity.
+static inline __m512 exp2_bf16(__m512 x) {
+  __m512 f = _mm512_reduce_ps(x, 1);  // x - floor(x); scalef takes the floor itself
+  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.07706704f), f, _mm512_set1_ps(0.227645f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.69511679f));
+  return _mm512_scalef_ps(_mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f)), x);
 }
 
 #include "amx_product.h"

@@ -128,8 +128,8 @@ static void silu_tile(const float* gate, const float* up, const Target& out, int
 #pragma GCC unroll 4
   for (int r = 0; r < 16; r++) {
     v16 g = load(gate + r * 16), u = load(up + r * 16);
-    v16 e = exp2_fast(vmax(g * -1.44269504f, splat(-120.0f)));
-    e = (v16)_mm512_min_ps((__m512)e, _mm512_set1_ps(0x1p120f));
+    v16 e = (v16)exp2_bf16((__m512)(g * -1.44269504f));
+    e = (v16)_mm512_min_ps((__m512)e, _mm512_set1_ps(0x1p120f));  // so that the reciprocal stays a number
     v16 d = e + 1.0f;
     v16 reciprocal = (v16)_mm512_rcp14_ps((__m512)d);
     reciprocal = reciprocal * fma(-d, reciprocal, splat(2.0f));
