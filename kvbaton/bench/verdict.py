@@ -270,13 +270,14 @@ def _times(interval: Interval) -> Interval:
     return Interval(interval.low * 1e3, interval.high * 1e3)
 
 
-# Two-sided 95% quantiles of Student's t by degrees of freedom: few runs make wide intervals, as they should.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+# Two-sided 95% quantiles of Student's t for 2, 3, ... degrees of freedom. Two runs have a range, not an interval.
+MIN_RUNS = 3
+_T95 = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def _spread(values: Sequence[float]) -> Interval | None:
-    if len(values) < 2:
+    if len(values) < MIN_RUNS:
         return None
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / len(values) ** 0.5
-    factor = _T95[min(len(values) - 2, len(_T95) - 1)]
+    factor = _T95[min(len(values) - MIN_RUNS, len(_T95) - 1)]
     return Interval(mean - factor * error, mean + factor * error)
