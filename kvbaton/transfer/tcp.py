@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 MAX_READ_FRAME_BYTES = 4096
 _MAX_PIECES = 512  # of one system call; the kernel's limit is 1024
 _SCRATCH_BYTES = 1 << 20
+_LANDING_BYTES = 1 << 20
 _JOIN_S = 5.0
 
 
@@ -180,7 +181,7 @@ class _Asked:
     placement: Placement
     on_copied: OnCopied
     next_layer: int = field(init=False)
-    revoked: bool = False  # guarded by the receiver's lock: nothing lands once it is set
+    revoked: bool = False  # nothing lands once it is set
 
     def __post_init__(self) -> None:
         self.next_layer = self.region.layer_start
@@ -200,7 +201,8 @@ class TcpSource:
         self._stall_s = stall_s
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what was asked and of ``_closed``; held for moments only
+        self._landing = threading.Lock()  # held while bytes land in the pool; taken before ``_lock`` where both are
         self._asked: deque[_Asked] = deque()
         self._next_read_id = 0
         self._unsent = bytearray()
@@ -235,7 +237,7 @@ class TcpSource:
 
     def stop_copies(self, placement: Placement) -> None:
         """When this returns nothing lands through ``placement`` any more; what still arrives for it is thrown away."""
-        with self._lock:
+        with self._landing, self._lock:
             stopped = [asked for asked in self._asked if asked.placement is placement and not asked.revoked]
             for asked in stopped:
                 asked.revoked = True
@@ -321,7 +323,7 @@ class TcpSource:
         if not asked.revoked and frame.checksum_of(received) != frame.checksum and not asked.revoked:
             raise TransferCorrupt(f"layer {frame.layer} arrived with a wrong checksum")
         if not placed:
-            with self._lock:
+            with self._landing:
                 if not asked.revoked:
                     asked.placement.place(frame.layer, frame.block_start, frame.block_stop, received[0])
         asked.next_layer += 1
@@ -340,11 +342,11 @@ class TcpSource:
         left = sum(view.nbytes for view in views)
         polled = False
         while left:
-            # Under the lock, and without waiting: after ``stop_copies`` has had the lock, nothing lands.
-            with self._lock:
-                poll_first = not polled and (self._closed or self._unsent)
+            poll_first = not polled and (self._closed or self._unsent)
+            # Without waiting: once ``stop_copies`` has had this lock, nothing lands.
+            with self._landing:
                 revoked = asked is not None and asked.revoked
-                target = [self._scratch[: min(left, _SCRATCH_BYTES)]] if revoked else views[:_MAX_PIECES]
+                target = [self._scratch[: min(left, _SCRATCH_BYTES)]] if revoked else _at_most(views)
                 try:
                     received = None if poll_first else self._sock.recvmsg_into(target)[0]
                 except BlockingIOError:
@@ -381,6 +383,18 @@ class TcpSource:
                 return
             if not ready and owed:
                 raise PeerUnreachable(f"no data for {self._stall_s:.0f} s though some was asked for")
+
+
+def _at_most(pieces: list[memoryview]) -> list[memoryview]:
+    """The beginning of ``pieces``: what one system call may land before somebody else has a turn at the lock."""
+    taken: list[memoryview] = []
+    room = _LANDING_BYTES
+    for piece in pieces[:_MAX_PIECES]:
+        taken.append(piece[:room])
+        room -= piece.nbytes
+        if room <= 0:
+            break
+    return taken
 
 
 def _without(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:

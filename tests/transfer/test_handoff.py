@@ -213,7 +213,7 @@ async def test_leaving_early_frees_everything_on_both_sides(make_pair, at):
     blocks = pair.dst_blocks(128)
     task = asyncio.ensure_future(pair.pull_all(request, blocks=blocks))
     if at == "first":
-        await until(lambda: pair.server.stats().num_sessions == 1)
+        await until(lambda: pair.server.stats().num_sessions == 1 or task.done())
     elif at != "start":
         await gate.reached.wait()
     else:
@@ -468,3 +468,31 @@ async def test_destinations_without_sense_are_refused_before_anything_is_asked(m
         await pair.pull_all(make_request("r", 40), blocks=blocks, have_tokens=have_tokens)
     assert caught.value.field == field
     assert pair.backend.calls == []
+
+
+@pytest.mark.slow
+async def test_hundreds_cancelled_at_once_again_and_again_leave_a_working_channel(make_pair):
+    """More than the pool holds, so some are refused, some wait, some are computing and some are being read."""
+    pair = await make_pair(num_blocks=400)
+    rng = np.random.default_rng(3)
+    for round_index in range(4):
+        tasks = [
+            asyncio.ensure_future(
+                pair.pull_all(
+                    make_request(f"{round_index}-{i}", 500, seed=i),
+                    blocks=list(range(32 * (i % 12), 32 * (i % 12) + 32)),
+                )
+            )
+            for i in range(300)
+        ]
+        await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
+        for task in tasks:
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        bad = [o for o in outcomes if isinstance(o, Exception) and not isinstance(o, CapacityError)]
+        assert not bad, bad[:3]
+        await pair.settled()
+    request = make_request("probe", 500)
+    await pair.pull_all(request)
+    pair.assert_arrived(request, pair.dst_blocks(500))
+    assert pair.client.stats().num_connections == 1, "the channel survived all of it"

@@ -361,6 +361,14 @@ class HandoffMachine(RuleBasedStateMachine):
                 self.feed_reader(t, pulling.Tick(self.now_s))
             self.feed_lender(t, offering.Tick(self.now_s))
 
+    @precondition(lambda self: self._copying())
+    @rule(lost=st.booleans())
+    def leases_end_while_readers_sleep_and_others_take_the_blocks(self, lost: bool) -> None:
+        self.time_passes(LEASE_S, readers_sleep=True)
+        self.others_use_the_pool(self.sources.num_free)
+        if lost:
+            self.to_decode = [(t, m) for t, m in self.to_decode if not isinstance(m, Failed)]
+
     def _live(self) -> list[Transfer]:
         return [t for t in self.transfers if not t.outcomes]
 
