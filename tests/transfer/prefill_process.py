@@ -116,6 +116,7 @@ class FakePrefill:
 
     def start(self, request, have_tokens, sink) -> None:
         self.calls.append(("start", request.request_id))
+        self.aborted.discard(request.request_id)
         self._commands.put(lambda: self._prefill(request, sink))
 
     def release(self, request_id) -> None:

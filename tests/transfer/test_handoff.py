@@ -262,7 +262,7 @@ async def test_the_same_id_again_after_an_abort_is_served(make_pair):
     with contextlib.suppress(asyncio.CancelledError):
         await task
     gate.open()
-    pair.backend.call(lambda: pair.backend.aborted.clear())
+    await until(lambda: ("abort", "r") in pair.backend.calls)
     await pair.pull_all(request)
     pair.assert_arrived(request, pair.dst_blocks(128))
 
