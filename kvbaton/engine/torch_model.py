@@ -221,20 +221,26 @@ class TorchModel:
                 found[0][None],
                 found[1][None],
                 attn_mask=self._mask(span, first_key, window),
+                is_causal=_is_plainly_causal(span, window),
                 enable_gqa=self.config.num_heads != self.config.num_kv_heads,
             )
             mixed[span.rows] = attended[0].transpose(0, 1)
         return mixed.reshape(len(query), -1)
 
     def _mask(self, span: _Span, first_key: int, window: int | None) -> Tensor | None:
-        """[rows, keys], True where a row may look; None where a single row may look at everything gathered."""
+        """[rows, keys], True where a row may look; None where no mask is needed: everything gathered, or causal."""
         num_rows = span.rows.stop - span.rows.start
-        if num_rows == 1 and window is None:
+        if (num_rows == 1 and window is None) or _is_plainly_causal(span, window):
             return None
         rows = torch.arange(span.start, span.start + num_rows, device=self._device)[:, None]
         keys = torch.arange(first_key, span.context, device=self._device)[None, :]
         allowed = keys <= rows
         return allowed if window is None else allowed & (keys > rows - window)
+
+
+def _is_plainly_causal(span: _Span, window: int | None) -> bool:
+    """A prompt from its start: rows and keys are the same, which attention kernels know without a mask."""
+    return span.start == 0 and window is None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
