@@ -43,62 +43,105 @@ static inline void store_bf16(bf16_t* p, v16 v) { _mm256_storeu_si256((__m256i*)
 
 // ---- weight panels ---------------------------------------------------------------------------------------------------
 
+static inline void transpose16(__m512i r[16]) {  // 16 x 16 dwords
+  __m512i t[16];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+static inline void transpose_tile(const void* from, void* to) {
+  __m512i r[16];
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(static_cast<const char*>(from) + i * 64);
+  transpose16(r);
+  for (int i = 0; i < 16; i++) _mm512_storeu_si512(static_cast<char*>(to) + i * 64, r[i]);
+}
+
 static inline __m512 half_scales(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 
-struct ColumnPairs {  // one number per column, each twice: columns 0..7 and 8..15, in the order of a tile row
-  __m512 low, high;
-  explicit ColumnPairs(__m512 columns) {
-    const __m512i pick = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    low = _mm512_permutexvar_ps(pick, columns);
-    high = _mm512_permutexvar_ps(_mm512_add_epi32(pick, _mm512_set1_epi32(8)), columns);
-  }
-};
-
-static inline void store_row(bf16_t* to, __m512 low, __m512 high) {
-  _mm512_storeu_si512((void*)to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-}
-
-static void unpack_int8(const uint8_t* panel, int groups, bf16_t* out) {
-  for (int group = 0; group < groups; group++, panel += kInt8GroupBytes) {
-    for (int tile = 0; tile < 2; tile++, out += 512) {
-      ColumnPairs scale(half_scales(panel + tile * 32));
-      const uint8_t* q = panel + 64 + tile * 512;
-#pragma GCC unroll 4
-      for (int row = 0; row < 16; row++, q += 32) {
-        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)q)));
-        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(q + 16))));
-        store_row(out + row * 32, _mm512_mul_ps(low, scale.low), _mm512_mul_ps(high, scale.high));
-      }
-    }
+// One quantised tile to 16 rows (columns of the output) of 32 k, bf16: an A operand.
+static inline void unpack_int8(const uint8_t* group, int tile, __m512i rows[16]) {
+  alignas(64) float scale[16];
+  _mm512_store_ps(scale, half_scales(group + tile * 32));
+  const uint8_t* q = group + 64 + tile * 512;
+#pragma GCC unroll 16
+  for (int row = 0; row < 16; row++, q += 32) {
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)q)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(q + 16))));
+    __m512 s = _mm512_set1_ps(scale[row]);
+    rows[row] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, s), _mm512_mul_ps(low, s));
   }
 }
 
-static void unpack_int4(const uint8_t* panel, int groups, bf16_t* out) {
+// A row has 16 values only: rounded once to a table, two rows to a register, then looked up.
+static inline void unpack_int4(const uint8_t* group, int tile, __m512i rows[16]) {
   const __m512 levels = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  for (int group = 0; group < groups; group++, panel += kInt4GroupBytes) {
-    for (int tile = 0; tile < 2; tile++, out += 512) {
-      ColumnPairs scale(half_scales(panel + tile * 32)), minimum(half_scales(panel + 64 + tile * 32));
-      const uint8_t* q = panel + 128 + tile * 256;
-      for (int part = 0; part < 4; part++) {
-        __m512i bits = _mm512_loadu_si512((const void*)(q + part * 64));
+  const __m512i nibble = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
+  alignas(64) float scale[16], minimum[16];
+  _mm512_store_ps(scale, half_scales(group + tile * 32));
+  _mm512_store_ps(minimum, half_scales(group + 64 + tile * 32));
+  const uint8_t* q = group + 128 + tile * 256;
 #pragma GCC unroll 4
-        for (int row = 0; row < 4; row++) {
-          __m512 low = _mm512_permutexvar_ps(_mm512_srli_epi32(bits, row * 8), levels);  // uses the lowest 4 bits only
-          __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(bits, row * 8 + 4), levels);
-          store_row(out + (part * 4 + row) * 32, _mm512_fmadd_ps(low, scale.low, minimum.low),
-                    _mm512_fmadd_ps(high, scale.high, minimum.high));
-        }
-      }
-    }
+  for (int row = 0; row < 16; row += 4, q += 64) {
+    __m512 value[4];
+    for (int i = 0; i < 4; i++)
+      value[i] = _mm512_fmadd_ps(levels, _mm512_set1_ps(scale[row + i]), _mm512_set1_ps(minimum[row + i]));
+    __m512i first_pair = (__m512i)_mm512_cvtne2ps_pbh(value[1], value[0]);
+    __m512i second_pair = (__m512i)_mm512_cvtne2ps_pbh(value[3], value[2]);
+    __m512i bits = _mm512_loadu_si512(q);
+    rows[row] = _mm512_permutexvar_epi16(_mm512_and_si512(bits, nibble), first_pair);
+    // (bits >> 4) & 15 | 16 and so on, one ternary operation each.
+    rows[row + 1] = _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(_mm512_srli_epi16(bits, 4), nibble, second, 0xea), first_pair);
+    rows[row + 2] = _mm512_permutexvar_epi16(_mm512_and_si512(_mm512_srli_epi16(bits, 8), nibble), second_pair);
+    rows[row + 3] = _mm512_permutexvar_epi16(_mm512_or_si512(_mm512_srli_epi16(bits, 12), second), second_pair);
   }
 }
 
+static inline void unpack_tile(const uint8_t* group, Format format, int tile, __m512i rows[16]) {
+  if (format == kInt8)
+    unpack_int8(group, tile, rows);
+  else
+    unpack_int4(group, tile, rows);
+}
+
+static inline size_t group_bytes(Format format) { return format == kInt8 ? kInt8GroupBytes : kInt4GroupBytes; }
+
+static inline void store_tile(bf16_t* to, const __m512i rows[16]) {
+  for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * 32, rows[i]);
+}
+
+// A whole panel as B operands, for many rows of activations.
 static const bf16_t* bf16_panel(const Linear& linear, int index, Buffer& buffer) {
   const uint8_t* panel = linear.panel(index);
   if (linear.format == kBF16) return reinterpret_cast<const bf16_t*>(panel);
   auto* out = buffer.as<bf16_t>(size_t(linear.groups) * 1024);
-  if (linear.format == kInt8) unpack_int8(panel, linear.groups, out);
-  if (linear.format == kInt4) unpack_int4(panel, linear.groups, out);
+  for (int group = 0; group < linear.groups; group++, panel += group_bytes(linear.format)) {
+    for (int tile = 0; tile < 2; tile++) {
+      __m512i rows[16];
+      unpack_tile(panel, linear.format, tile, rows);
+      transpose16(rows);
+      store_tile(out + group * 1024 + tile * 512, rows);
+    }
+  }
   return out;
 }
 
@@ -158,23 +201,28 @@ static inline void start_pair(const Target& out, int row, int panel, const float
   }
 }
 
-template <int C0, int C1, Epilogue E>
-static inline void end_pair(const Target& out, int row, int panel) {
+// The two tiles of a panel, [16 rows][16 columns] each, to where they belong.
+template <Epilogue E>
+static inline void finish_pair(const float* tiles, const Target& out, int row, int panel) {
   if (E == Epilogue::kSilu) {
-    alignas(64) float tiles[512];
-    tile_store<C0>(tiles, 64);
-    tile_store<C1>(tiles + 256, 64);
     silu_tile(tiles, tiles + 256, out, row, panel);
-  } else if (E == Epilogue::kAdd || (row + 16 <= out.rows && panel * 32 + 32 <= out.columns)) {
-    tile_store<C0>(out.data + row * out.stride + panel * 32, out.stride * 4);
-    tile_store<C1>(out.data + row * out.stride + panel * 32 + 16, out.stride * 4);
   } else {
-    alignas(64) float tiles[512];
-    tile_store<C0>(tiles, 64);
-    tile_store<C1>(tiles + 256, 64);
     clipped_store(tiles, out, row, panel * 32);
     clipped_store(tiles + 256, out, row, panel * 32 + 16);
   }
+}
+
+template <int C0, int C1, Epilogue E>
+static inline void end_pair(const Target& out, int row, int panel) {
+  if (E == Epilogue::kAdd || (E == Epilogue::kStore && row + 16 <= out.rows && panel * 32 + 32 <= out.columns)) {
+    tile_store<C0>(out.data + row * out.stride + panel * 32, out.stride * 4);
+    tile_store<C1>(out.data + row * out.stride + panel * 32 + 16, out.stride * 4);
+    return;
+  }
+  alignas(64) float tiles[512];
+  tile_store<C0>(tiles, 64);
+  tile_store<C1>(tiles + 256, 64);
+  finish_pair<E>(tiles, out, row, panel);
 }
 
 template <Epilogue E>
@@ -215,10 +263,72 @@ static void tiles_times_panel(const Packed& x, int row_tiles, const bf16_t* w, c
   }
 }
 
+// Up to 16 rows times a quantised panel, the other way round: y^T = W x^T, W unpacked tile by tile as the A operand, into a ring
+// small enough for L1. The same products in the same order, so the same bits as above.
+template <Epilogue E>
+static void narrow_times_panel(const bf16_t* x, int rows, const Linear& linear, const Target& out, int panel, Prefetch ahead) {
+  alignas(64) bf16_t ring[4][1024];
+  alignas(64) float tiles[512], turned[512];
+  for (int half = 0; half < 2; half++) {
+    int col = panel * 32 + half * 16;
+    for (int i = 0; i < 16; i++) {
+      __m512 row = _mm512_setzero_ps();
+      if (E == Epilogue::kAdd && i < rows) row = _mm512_loadu_ps(out.data + i * out.stride + col);
+      if (E != Epilogue::kAdd && out.bias) row = _mm512_loadu_ps(out.bias + col);
+      _mm512_store_ps(tiles + half * 256 + i * 16, row);
+    }
+    transpose_tile(tiles + half * 256, turned + half * 256);
+  }
+  fence();
+  tile_load<0>(turned, 64);
+  tile_load<1>(turned + 256, 64);
+  constexpr int kBehind = 2;  // groups between unpacking and use: the stores must have reached L1
+  const uint8_t* group = linear.panel(panel);
+  for (int k = 0; k < linear.groups + kBehind; k++, group += group_bytes(linear.format)) {
+    ahead.step();
+    if (k < linear.groups) {
+      for (int tile = 0; tile < 2; tile++) {
+        __m512i weights[16];
+        unpack_tile(group, linear.format, tile, weights);
+        store_tile(ring[k % 4] + tile * 512, weights);
+      }
+    }
+    fence();
+    if (k < kBehind) continue;
+    const bf16_t* w = ring[(k - kBehind) % 4];
+    tile_load<6>(x + (k - kBehind) * 512, 64);
+    tile_load<4>(w, 64);
+    tile_product<0, 4, 6>();
+    tile_load<5>(w + 512, 64);
+    tile_product<1, 5, 6>();
+  }
+  tile_store<0>(turned, 64);
+  tile_store<1>(turned + 256, 64);
+  transpose_tile(turned, tiles);
+  transpose_tile(turned + 256, tiles + 256);
+  Target clipped = out;
+  clipped.rows = rows;
+  if (E == Epilogue::kAdd) clipped.columns = int(out.stride);
+  finish_pair<E>(tiles, clipped, 0, panel);
+}
+
+template <Epilogue E>
+static void narrow_product(Model& model, const Packed& x, int rows, const Linear& linear, const Target& out) {
+  auto* turned = model.narrow.as<bf16_t>(size_t(linear.groups) * 512);
+  for (int k = 0; k < linear.groups; k++) transpose_tile(x.tile(0, k), turned + k * 512);
+  int lines = int(linear.panel_bytes / 64 / linear.groups) + 1;
+  model.pool->run(linear.panels, [&](int panel, int thread) {
+    if (thread) configure_tiles();
+    Prefetch ahead{reinterpret_cast<const char*>(linear.panel(std::min(panel + 1, linear.panels - 1))), lines};
+    narrow_times_panel<E>(turned, rows, linear, out, panel, ahead);
+  });
+}
+
 template <Epilogue E>
 static void product(Model& model, const Packed& x, int rows, const Linear& linear, Target out) {
   int row_tiles = int(round_up(rows, 16) / 16);
   out.bias = linear.bias;
+  if (row_tiles == 1 && linear.format != kBF16) return narrow_product<E>(model, x, rows, linear, out);
   int steps = (row_tiles + 1) / 2 * linear.groups, lines = int(linear.panel_bytes / 64 + steps - 1) / steps;
   model.pool->run(linear.panels, [&](int panel, int thread) {
     if (thread) configure_tiles();

@@ -135,7 +135,7 @@ void pack_int8(uint8_t* group, int col, const float* w, int count) {
   auto* out = reinterpret_cast<int8_t*>(group + 64);
   for (int k = 0; k < count; k++) {
     float q = scale > 0 ? std::nearbyint(w[k] / scale) : 0;
-    out[tile_index(k, col)] = int8_t(std::min(127.0f, std::max(-127.0f, q)));
+    out[(col / 16) * 512 + int8_position(k, col % 16)] = int8_t(std::min(127.0f, std::max(-127.0f, q)));
   }
 }
 

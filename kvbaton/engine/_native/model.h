@@ -34,7 +34,7 @@ struct Config {
 //
 //   kF32   [k][32]                                   one float per weight
 //   kBF16  [k/32][2 tiles][16 k pairs][16 cols][2]   the B operand of TDPBF16PS
-//   kInt8  [k/32] { fp16 scale[32]; int8 in kBF16's order }
+//   kInt8  [k/32] { fp16 scale[32]; 2 tiles x 512 bytes, see int8_position() }
 //   kInt4  [k/32] { fp16 scale[32]; fp16 min[32]; 2 tiles x 256 bytes, see int4_position() }
 struct Linear {
   Format format = kF32;
@@ -101,7 +101,7 @@ struct Model {
   // Step state: the float32 residual stream [rows][hidden padded], and cos and sin [rows][head_dim / 2].
   Buffer residual, cosines, sines;
   // Row block state.
-  Buffer normed, qkv, queries, attended, gated;
+  Buffer normed, qkv, queries, attended, gated, narrow;
   std::vector<void*> owned;  // mappings, freed with the model
   uint8_t* arena = nullptr;
   size_t arena_left = 0;
@@ -157,15 +157,13 @@ inline float bf16_to_float(uint16_t half) {
   return value;
 }
 
-// Element i (0..31 within a half row pair: 8 columns x 2 k) layout of an int4 tile: 4 loads of 64 bytes, 16 dwords each;
-// nibble i of dword lane of load j is element `lane` of half row j * 8 + i. Half row 2p holds k pair p of columns 0..7,
-// half row 2p + 1 of columns 8..15; element 2c + b is column c, k = 2p + b. So one shift and one 16-entry table lookup
-// per half row unpack it in the order in which TDPBF16PS wants it.
+// Where a quantised tile (16 columns of W^T, that is rows of W, by 32 k) has element (k, col). int8: row by row. int4: 4 loads
+// of 64 bytes; word k of load j holds four nibbles, one for each of the rows 4j .. 4j + 3, so that a shift by 4 yields the table
+// indices of the next row.
+inline size_t int8_position(int k, int col) { return size_t(col) * 32 + k; }
 inline void int4_position(int k, int col, size_t* byte, int* shift) {
-  int half_row = (k / 2) * 2 + col / 8, lane = (col % 8) * 2 + k % 2;
-  int load = half_row / 8, nibble = half_row % 8;
-  *byte = size_t(load) * 64 + lane * 4 + nibble / 2;
-  *shift = (nibble % 2) * 4;
+  *byte = size_t(col / 4) * 64 + k * 2 + col % 4 / 2;
+  *shift = (col % 2) * 4;
 }
 
 }  // namespace kvb
