@@ -55,11 +55,30 @@ class Arm(msgspec.Struct, frozen=True):
         return self.url or f"kvbaton up {shlex.join(self.up)}"
 
 
+class Running(msgspec.Struct, frozen=True):
+    """Where an arm answers, and where its processes export metrics (KV transfers are known to the workers)."""
+
+    url: str
+    metrics_urls: tuple[str, ...] = ()
+
+
+class _UpProcess(msgspec.Struct):
+    url: str | None = None
+    role: str = ""
+
+
+class _UpReady(msgspec.Struct):
+    """The line that ``kvbaton up --json`` prints when everything answers."""
+
+    url: str
+    processes: list[_UpProcess] = []
+
+
 @asynccontextmanager
-async def running(arm: Arm, log_path: Path) -> AsyncIterator[str]:
-    """The arm's address; a fleet is started and, on the way out, stopped."""
+async def running(arm: Arm, log_path: Path) -> AsyncIterator[Running]:
+    """The arm's addresses; a fleet is started and, on the way out, stopped."""
     if arm.url:
-        yield arm.url
+        yield Running(arm.url, arm.metrics_urls)
         return
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
@@ -68,6 +87,7 @@ async def running(arm: Arm, log_path: Path) -> AsyncIterator[str]:
             "-m",
             "kvbaton.cli.main",
             "up",
+            "--json",
             *arm.up,
             *(() if "--port" in arm.up else ("--port", "0")),  # any free one: two arms may stand side by side
             stdout=asyncio.subprocess.PIPE,
@@ -81,19 +101,23 @@ async def running(arm: Arm, log_path: Path) -> AsyncIterator[str]:
             await _stop(process)
 
 
-async def _address(process: asyncio.subprocess.Process, arm: Arm, log_path: Path) -> str:
+async def _address(process: asyncio.subprocess.Process, arm: Arm, log_path: Path) -> Running:
     assert process.stdout is not None
     try:
         async with asyncio.timeout(START_DEADLINE_S):
-            while line := await process.stdout.readline():
-                for word in line.decode("utf-8", "replace").replace('"', " ").split():
-                    if word.startswith("http://"):
-                        return word.rstrip("/,.")
+            line = await process.stdout.readline()
     except TimeoutError:
         raise RemoteError(
             f"{arm.describe} was not ready within {START_DEADLINE_S:g} s", field="arm", fix=f"see {log_path}"
         ) from None
-    raise RemoteError(f"{arm.describe} ended before it was ready", field="arm", fix=f"see {log_path}")
+    if not line:
+        raise RemoteError(f"{arm.describe} ended before it was ready", field="arm", fix=f"see {log_path}")
+    try:
+        ready = msgspec.json.decode(line, type=_UpReady)
+    except msgspec.DecodeError as error:
+        raise RemoteError(f"{arm.describe} said {line[:200]!r} instead of its address", field="arm") from error
+    workers = tuple(found.url for found in ready.processes if found.url)
+    return Running(ready.url, workers or (ready.url,))
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

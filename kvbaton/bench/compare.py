@@ -30,6 +30,8 @@ from kvbaton.types import LocalError
 Tell = Callable[[str], None]
 # Tuning runs are short: they rank settings, they prove nothing.
 TUNING_SHARE = 0.5
+# What the advised arm may do worse is said with the advice.
+PRICED = ("p95 TTFT", "p95 TPOT", "p95 ITL", "p95 end to end", "cost per million output tokens")
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,9 @@ async def compare(spec: CompareSpec, tell: Tell, watch: Callable[[Progress], Non
     differences = tuple(parity(spec.a, spec.b, says.get("a", {}), says.get("b", {})))
     first = rates[0]
     wanted = next(found for found in first.comparisons if found.name == judge.title(name, percent))
-    verdict = judge.decide(
-        wanted, first.attained, _doubts(spec, differences, runs), f"at {first.rate_per_s:g} requests/s"
-    )
+    doubts = _doubts(spec, differences, runs)
+    headline = [one for one in first.comparisons if one.name in PRICED]
+    verdict = judge.decide(wanted, first.attained, doubts, f"at {first.rate_per_s:g} requests/s", headline)
     headers = [run.header for _, run in recorded[spec.rates_per_s[0]]]
     result = CompareResult(
         title=spec.title,
@@ -180,11 +182,11 @@ async def _one(
     says: dict[str, dict[str, str]],
     watch: Callable[[Progress], None],
 ) -> Run:
-    async with running(arm, spec.directory / f"{arm.style}.log") as url:
+    async with running(arm, spec.directory / f"{arm.style}.log") as at:
         if arm.style not in says:
-            says[arm.style] = await describe_endpoint(url, spec.headers)
-        load = msgspec.structs.replace(load, url=url)
-        return await run_load(load, spec.headers, arm.metrics_urls, path, watch)
+            says[arm.style] = await describe_endpoint(at.url, spec.headers)
+        load = msgspec.structs.replace(load, url=at.url)
+        return await run_load(load, spec.headers, at.metrics_urls, path, watch)
 
 
 async def _tune(

@@ -109,7 +109,7 @@ def comparison_rows(found: RateResult) -> list[list[str]]:
 
 def _row(one: Comparison) -> list[str]:
     unit = f" ({one.unit})" if one.unit else ""
-    ratio = "" if one.ratio is None else f"{one.ratio:.3g}"
+    ratio = "" if one.ratio is None else _number(one.ratio)
     return [
         f"{one.name}{unit}",
         _with_interval(one.a, one.a_interval),
@@ -121,11 +121,16 @@ def _row(one: Comparison) -> list[str]:
 
 
 def _with_interval(value: float | None, interval: stats.Interval | None) -> str:
-    return "not measured" if value is None else f"{value:.4g}{_span(interval)}"
+    return "not measured" if value is None else f"{_number(value)}{_span(interval)}"
 
 
 def _span(interval: stats.Interval | None) -> str:
-    return "" if interval is None else f" [{interval.low:.3g}, {interval.high:.3g}]"
+    return "" if interval is None else f" [{_number(interval.low)}, {_number(interval.high)}]"
+
+
+def _number(value: float) -> str:
+    """Three digits, never an exponent where a person would write none."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 HEAD = ("metric", "A", "B", "B / A", "direction", "B reads")

@@ -27,6 +27,7 @@ from kvbaton.bench.stats import Floats, Gates, Interval
 Decision = Literal["split", "do not split", "not proven"]
 Reading = Literal["better", "worse", "no difference", "unclear"]
 NUM_RESAMPLES = 400
+PRICE_RATIO = 1.2  # a headline figure that moves this much the other way is named in the sentence
 SMALLEST_EFFECT = 0.05  # a change of latency users or bills would not show is not a reason to run two pools
 
 
@@ -209,8 +210,17 @@ def compare_attainment(
     return AttainmentDifference(a.share, b.share, b.share - a.share, Interval(low, high), each, reading)
 
 
-def decide(objective: Comparison, attained: AttainmentDifference | None, doubts: Sequence[str], where: str) -> Verdict:
-    """The one sentence. ``where`` names the workload; ``doubts`` are reasons that the runs prove nothing."""
+def decide(
+    objective: Comparison,
+    attained: AttainmentDifference | None,
+    doubts: Sequence[str],
+    where: str,
+    others: Sequence[Comparison] = (),
+) -> Verdict:
+    """The one sentence. ``where`` names the workload; ``doubts`` are reasons that the runs prove nothing.
+
+    ``others`` change no decision; those that point the other way are named as its price.
+    """
     reasons = [_objective_text(objective)]
     if attained is not None:
         reasons.append(
@@ -220,25 +230,44 @@ def decide(objective: Comparison, attained: AttainmentDifference | None, doubts:
         )
     if doubts:
         return Verdict("not proven", f"Not proven: {doubts[0]}.", (*doubts, *reasons))
+    decision, cause = _by_rule(objective, attained)
+    price = _price(decision, objective, others)
+    head = {"split": "Split", "do not split": "Do not split", "not proven": "Not proven"}[decision]
+    return Verdict(decision, f"{head}: {where}, {cause}{price}.", tuple(reasons))
+
+
+def _by_rule(objective: Comparison, attained: AttainmentDifference | None) -> tuple[Decision, str]:
     by_gates = attained.reading if attained is not None else "no difference"
-    if by_gates in ("better", "worse"):
-        decision: Decision = "split" if by_gates == "better" else "do not split"
-        assert attained is not None
+    if attained is not None and by_gates in ("better", "worse"):
         cause = (
             f"{attained.b:.0%} of requests met both gates with the split and {attained.a:.0%} on one pool; "
             f"{objective.name} was {_change(objective)}"
         )
-        if by_gates == "better" and objective.reading == "worse":
-            cause += ", which the gates allow"
-    else:
-        decision = {"better": "split", "worse": "do not split", "no difference": "do not split"}.get(  # type: ignore[assignment]
-            objective.reading, "not proven"
-        )
-        cause = f"{objective.name} was {_change(objective)}"
-        if by_gates == "unclear":
-            cause += ", and the gates do not tell the two apart"
-    head = {"split": "Split", "do not split": "Do not split", "not proven": "Not proven"}[decision]
-    return Verdict(decision, f"{head}: {where}, {cause}.", tuple(reasons))
+        return ("split" if by_gates == "better" else "do not split"), cause
+    by_objective: dict[Reading, Decision] = {
+        "better": "split",
+        "worse": "do not split",
+        "no difference": "do not split",
+        "unclear": "not proven",
+    }
+    cause = f"{objective.name} was {_change(objective)}"
+    if by_gates == "unclear":
+        cause += ", and the gates do not tell the two apart"
+    return by_objective[objective.reading], cause
+
+
+def _price(decision: Decision, objective: Comparison, others: Sequence[Comparison]) -> str:
+    """What the advised side does worse, surely or by its size alone."""
+    if decision == "not proven":
+        return ""
+    sign = 1 if decision == "split" else -1
+    found = []
+    for one in others:
+        if one.name == objective.name or one.ratio is None or not one.lower_is_better or one.a is None or one.b is None:
+            continue
+        if (one.ratio if sign > 0 else 1 / one.ratio) > PRICE_RATIO:
+            found.append(f"{one.name} {one.a:.3g} and {one.b:.3g} {one.unit}".rstrip())
+    return f"; the price: {', '.join(found)}" if found else ""
 
 
 def _change(found: Comparison) -> str:

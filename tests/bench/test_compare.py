@@ -82,6 +82,14 @@ def test_doubts_outrank_any_difference() -> None:
     assert verdict.decision == "not proven" and "differ in model" in verdict.sentence
 
 
+def test_the_price_of_the_advice_is_named() -> None:
+    both = [(cohort(0.020, seed), cohort(0.010, seed, ttft_s=0.4)) for seed in (1, 2)]
+    objective = judge.compare_latency("itl", 95, both)
+    ttft = judge.compare_latency("ttft", 95, both)
+    verdict = judge.decide(objective, None, [], "here", [objective, ttft])
+    assert verdict.decision == "split" and "the price: p95 TTFT" in verdict.sentence
+
+
 def test_gates_outrank_the_objective() -> None:
     """The split has smoother gaps, but its TTFT breaks the gate for everybody."""
     smooth_but_late = [(cohort(0.020, seed), cohort(0.010, seed, ttft_s=0.5)) for seed in (1, 2)]
