@@ -128,9 +128,12 @@ def plan_command(scenario: str, as_json: bool, html: str | None, quick: bool, qu
     gc.freeze()  # nothing the simulations make forms cycles, and their records are many
     gc.disable()
     number = count(1)
-    answer = plan(
-        wanted, (lambda _: None) if quiet else lambda line: click.echo(f"{next(number):>4}  {line}", err=True)
-    )
+
+    def progress(line: str) -> None:
+        if not quiet:
+            click.echo(f"{next(number):>4}  {line}", err=True)
+
+    answer = plan(wanted, progress)
     if html is not None:
         Path(html).write_text(report_html.render(answer))
         click.echo(f"report: {html}", err=True)

@@ -148,7 +148,7 @@ def trace_of(scenario: Scenario) -> Trace:
             trace = trace.with_poisson_arrivals(workload.rate or 1.0, rng)
         return trace
     assert workload.prompt_tokens is not None and workload.output_tokens is not None
-    count = workload.requests * 24
+    count = max(12_000, workload.requests * 24)
     lengths = (workload.prompt_tokens, workload.output_tokens)
     trace = synthetic(count, workload.rate or 1.0, lengths, rng, workload.spread)
     return _with_prefixes(trace, workload.shared_prefix, rng) if workload.shared_prefix > 0 else trace

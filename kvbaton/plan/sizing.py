@@ -27,6 +27,8 @@ from kvbaton.types import LocalError
 
 Progress = Callable[[str], None]
 DEFAULT_BLOCK = 64  # tokens; coarse blocks make simulation fast and waste half a block a sequence
+STEADY_LIVES = 2.5  # a run must last so many request lifetimes
+MOST_REQUESTS = 12_000
 INSTANT = LinkModel(0.0, 1e18, "no transfer")
 
 
@@ -69,6 +71,7 @@ class Sizer:
         self.num_simulations = 0
         self._progress = progress
         self._goodputs: dict[tuple, float] = {}
+        self.most = min(len(trace.requests), MOST_REQUESTS)
         chosen = scenario.engine.block_size
         self.block_size = chosen or trace.block_tokens or DEFAULT_BLOCK
 
@@ -101,17 +104,37 @@ class Sizer:
 
     def _carries(self, fleet: FleetSpec, trace: Trace, guess: float) -> float:
         """Goodput; of an offline batch the rate at which it is worked off when all of it is there at once."""
-        slo = self.scenario.slo
         if not self.scenario.workload.online:
             self.num_simulations += 1
             result = simulate(fleet, trace.at_rate(1e6))
             return result.num_requests / result.span_s if result.span_s else 0.0
+        return _bisect(lambda rate: self._holds(fleet, trace, rate), guess, self.scenario.search.precision)
 
-        def holds(rate: float) -> bool:
+    def _holds(self, fleet: FleetSpec, trace: Trace, rate: float) -> bool:
+        """Whether the fleet meets the limits at that rate, seen over long enough to be a steady state.
+
+        A burst shorter than the requests live fills an empty fleet and proves nothing, so the sample grows with it.
+        """
+        slo, size = self.scenario.slo, len(trace.requests)
+        while True:
             self.num_simulations += 1
-            return settled_attainment(simulate(fleet, trace.at_rate(rate)), slo) >= slo.attainment
+            result = simulate(fleet, trace.at_rate(rate))
+            if settled_attainment(result, slo) < slo.attainment:
+                return False
+            wanted = int(rate * STEADY_LIVES * result.e2e.mean)
+            if wanted <= size * 1.1:
+                return True
+            if size >= self.most:  # more requests at once than the whole sample: no rate it could be shown to hold
+                return False
+            size = min(self.most, int(wanted * 1.2))
+            trace = self._longer(trace, size)
 
-        return _bisect(holds, guess, self.scenario.search.precision)
+    def _longer(self, trace: Trace, size: int) -> Trace:
+        """More of the scenario's requests, with the output lengths of the phase at hand."""
+        more = self.trace.head(size).requests
+        if all(each.output_tokens == 1 for each in trace.requests):
+            more = tuple(msgspec.structs.replace(each, output_tokens=1) for each in more)
+        return msgspec.structs.replace(trace, requests=more)
 
     def goodput(self, layout: Layout, guess: float) -> float:
         """Requests a second of the whole fleet at the gates."""

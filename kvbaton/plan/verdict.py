@@ -272,10 +272,11 @@ def _arm(sizer: Sizer, choice: _Choice, rate: float) -> Arm:
     for knob in ("compute", "memory", "fixed"):
         if doubt > 0:
             other = sizer.with_engine(sizer.engine.with_knob(knob, 1.0 + doubt)).run(layout, rate)
-            ttft.append(other.ttft.p90)
-            tpot.append(other.tpot.p90)
-            ttft.append(max(0.0, 2 * result.ttft.p90 - other.ttft.p90))
-            tpot.append(max(0.0, 2 * result.tpot.p90 - other.tpot.p90))
+            for values, now, slower in (
+                (ttft, result.ttft.p90, other.ttft.p90),
+                (tpot, result.tpot.p90, other.tpot.p90),
+            ):
+                values += [slower, now * now / slower if slower else now]  # as much faster as it was slower
     wanted = sizer.scenario.workload.rate
     return Arm(
         layout=layout,
