@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvbaton.engine.model_config import ModelConfig
     from kvbaton.engine.pool import KVPool
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 PANEL_COLUMNS = 32
 ENGINES = ("portable", "avx512", "amx")
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
@@ -88,6 +88,11 @@ def _library() -> ctypes.CDLL | str:
     library.kvb_begin.argtypes = [pointer, pointer]
     library.kvb_layers.argtypes = [pointer, pointer, integer, integer]
     library.kvb_logits.argtypes = [pointer, pointer]
+    library.kvb_products.argtypes = [pointer, integer]
+    library.kvb_weight_bytes.argtypes = [pointer]
+    library.kvb_weight_bytes.restype = ctypes.c_int64
+    library.kvb_read_weights.argtypes = [pointer]
+    library.kvb_read_weights.restype = ctypes.c_uint64
     library.kvb_argmax.argtypes = [pointer, integer, integer, pointer]
     library.kvb_argmax.restype = None
     return library
@@ -196,6 +201,21 @@ class NativeModel:
         if len(logits):
             self._checked(self._library.kvb_logits(self._handle, address))
         return logits
+
+    # ---- limits, for benchmarks ----
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights that every decode step reads."""
+        return int(self._library.kvb_weight_bytes(self._handle))
+
+    def read_weights(self) -> None:
+        """Read every packed weight once and do nothing with it: no decode step can be faster."""
+        self._library.kvb_read_weights(self._handle)
+
+    def run_products(self, num_rows: int) -> None:
+        """Only the layers' products of a step of ``num_rows`` rows, on numbers of no meaning."""
+        self._checked(self._library.kvb_products(self._handle, num_rows))
 
     def _checked(self, status: int) -> None:
         if status:

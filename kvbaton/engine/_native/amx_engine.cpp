@@ -59,37 +59,69 @@ static void pack_query_rows(const Config& c, const float* qkv, int stride, int r
         store_bf16(queries + (size_t(row) * c.num_heads + head) * width + i, load(qkv + size_t(row) * stride + head * c.head_dim + i));
 }
 
+// Buffers of one row block.
+struct Block {
+  Packed normed, attended, gated;
+  float* qkv;
+  bf16_t* queries;
+  Target store_qkv, silu;
+
+  Block(Model& model, const Layer& w) {
+    const Config& c = model.config;
+    int width = model.hidden_padded(), stride = w.qkv.panels * 32;
+    normed = {model.normed.as<bf16_t>(size_t(kRowBlock) * width), width / 32};
+    attended = {model.attended.as<bf16_t>(size_t(kRowBlock) * w.o.groups * 32), w.o.groups};
+    gated = {model.gated.as<bf16_t>(size_t(kRowBlock) * w.down.groups * 32), w.down.groups};
+    qkv = model.qkv.as<float>(size_t(kRowBlock) * stride);
+    queries = model.queries.as<bf16_t>(size_t(kRowBlock) * c.num_heads * round_up(c.head_dim, 32));
+    store_qkv.data = qkv;
+    store_qkv.stride = store_qkv.columns = stride;
+    store_qkv.rows = kRowBlock;
+    silu.packed = gated;
+  }
+};
+
 static void run_layer(Model& model, const Step& step, int layer) {
-  const Config& c = model.config;
   Layer& w = model.layers[layer];
-  int width = model.hidden_padded(), qkv_stride = w.qkv.panels * 32, head_width = int(round_up(c.head_dim, 32));
-  Packed normed{model.normed.as<bf16_t>(size_t(kRowBlock) * width), width / 32};
-  auto* qkv = model.qkv.as<float>(size_t(kRowBlock) * qkv_stride);
-  auto* queries = model.queries.as<bf16_t>(size_t(kRowBlock) * c.num_heads * head_width);
-  Packed attended{model.attended.as<bf16_t>(size_t(kRowBlock) * w.o.groups * 32), w.o.groups};
-  Packed gated{model.gated.as<bf16_t>(size_t(kRowBlock) * w.down.groups * 32), w.down.groups};
+  int width = model.hidden_padded(), qkv_stride = w.qkv.panels * 32;
+  Block block(model, w);
   configure_tiles();
   for (int begin = 0; begin < step.num_rows; begin += kRowBlock) {
     int end = std::min(step.num_rows, begin + kRowBlock), rows = end - begin;
-    float* residual = static_cast<float*>(model.residual.data) + size_t(begin) * width;
-    Target add, store_qkv, silu;
-    add.data = residual;
+    Target add;
+    add.data = static_cast<float*>(model.residual.data) + size_t(begin) * width;
     add.stride = width;
-    store_qkv.data = qkv;
-    store_qkv.stride = store_qkv.columns = qkv_stride;
-    store_qkv.rows = kRowBlock;
-    silu.packed = gated;
-    norm_rows(model, residual, w.input_norm, normed, 0, rows);
-    product<Epilogue::kStore>(model, normed, rows, w.qkv, store_qkv);
-    finish_qkv(model, step, layer, begin, end, qkv, qkv_stride);
-    pack_query_rows(c, qkv, qkv_stride, rows, queries);
-    attend(model, step, layer, begin, end, queries, attended);
-    add_bias(residual, width, w.o, rows);
-    product<Epilogue::kAdd>(model, attended, rows, w.o, add);
-    norm_rows(model, residual, w.post_norm, normed, 0, rows);
-    product<Epilogue::kSilu>(model, normed, rows, w.gate_up, silu);
-    add_bias(residual, width, w.down, rows);
-    product<Epilogue::kAdd>(model, gated, rows, w.down, add);
+    norm_rows(model, add.data, w.input_norm, block.normed, 0, rows);
+    product<Epilogue::kStore>(model, block.normed, rows, w.qkv, block.store_qkv);
+    finish_qkv(model, step, layer, begin, end, block.qkv, qkv_stride);
+    pack_query_rows(model.config, block.qkv, qkv_stride, rows, block.queries);
+    attend(model, step, layer, begin, end, block.queries, block.attended);
+    add_bias(add.data, width, w.o, rows);
+    product<Epilogue::kAdd>(model, block.attended, rows, w.o, add);
+    norm_rows(model, add.data, w.post_norm, block.normed, 0, rows);
+    product<Epilogue::kSilu>(model, block.normed, rows, w.gate_up, block.silu);
+    add_bias(add.data, width, w.down, rows);
+    product<Epilogue::kAdd>(model, block.gated, rows, w.down, add);
+  }
+  _tile_release();
+}
+
+static void products(Model& model, int num_rows) {
+  int width = model.hidden_padded();
+  auto* residual = model.residual.as<float>(size_t(round_up(num_rows, 32)) * width);
+  configure_tiles();
+  for (Layer& w : model.layers) {
+    Block block(model, w);
+    for (int begin = 0; begin < num_rows; begin += kRowBlock) {
+      int rows = std::min(num_rows - begin, kRowBlock);
+      Target add;
+      add.data = residual + size_t(begin) * width;
+      add.stride = width;
+      product<Epilogue::kStore>(model, block.normed, rows, w.qkv, block.store_qkv);
+      product<Epilogue::kAdd>(model, block.attended, rows, w.o, add);
+      product<Epilogue::kSilu>(model, block.normed, rows, w.gate_up, block.silu);
+      product<Epilogue::kAdd>(model, block.gated, rows, w.down, add);
+    }
   }
   _tile_release();
 }
@@ -109,7 +141,7 @@ static void logits(Model& model, const Step& step) {
   _tile_release();
 }
 
-static const Engine kEngine = {run_layer, logits};
+static const Engine kEngine = {run_layer, logits, products};
 }  // namespace amx
 const Engine* amx_engine() { return &amx::kEngine; }
 }  // namespace kvb

@@ -27,7 +27,7 @@ Linear* linear_of(Model& model, int layer, int which) {
 
 extern "C" {
 
-int kvb_abi_version() { return 1; }
+int kvb_abi_version() { return 2; }
 
 int kvb_best_engine(int bf16) { return best_engine(bf16 != 0); }
 
@@ -123,6 +123,44 @@ int kvb_logits(void* handle, const Step* step) {
   } catch (const std::bad_alloc&) {
     return 1;
   }
+}
+
+// For benchmarks: the layers' products alone for `rows` rows.
+int kvb_products(void* handle, int rows) {
+  auto& model = *static_cast<Model*>(handle);
+  try {
+    model.engine->products(model, rows);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+// For benchmarks: bytes of weights that one decode step reads, and reading them all once.
+int64_t kvb_weight_bytes(void* handle) {
+  auto& model = *static_cast<Model*>(handle);
+  size_t total = model.head.panel_bytes * model.head.panels;
+  for (const Layer& l : model.layers)
+    for (const Linear* w : {&l.qkv, &l.o, &l.gate_up, &l.down}) total += w->panel_bytes * w->panels;
+  return int64_t(total);
+}
+
+uint64_t kvb_read_weights(void* handle) {
+  auto& model = *static_cast<Model*>(handle);
+  uint64_t sum = 0;
+  auto read = [&sum](const Linear& w) {
+    const auto* p = reinterpret_cast<const uint64_t*>(w.data);
+    size_t count = w.panel_bytes * w.panels / 8;
+    constexpr size_t kAhead = 512;  // 4 KiB: as far as the kernels look ahead, or the limit would be one of latency
+    for (size_t i = 0; i + 8 <= count; i += 8) {
+      __builtin_prefetch(p + i + kAhead);
+      for (int j = 0; j < 8; j++) sum += p[i + j];
+    }
+  };
+  for (const Layer& l : model.layers)
+    for (const Linear* w : {&l.qkv, &l.o, &l.gate_up, &l.down}) read(*w);
+  read(model.head);
+  return sum;
 }
 
 // Index of the largest of each row, the first one of equals; NaN never wins.

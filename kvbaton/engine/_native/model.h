@@ -86,6 +86,7 @@ struct Model;
 struct Engine {
   void (*run_layer)(Model&, const Step&, int layer);
   void (*logits)(Model&, const Step&);
+  void (*products)(Model&, int rows);  // the layers' products alone, on whatever the buffers hold: what a benchmark compares with
 };
 
 struct Model {

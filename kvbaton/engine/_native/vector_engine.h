@@ -218,7 +218,6 @@ static void attend(Model& model, const Step& step, int layer, int begin, int end
 }
 
 static void run_layer(Model& model, const Step& step, int layer) {
-  const Config& c = model.config;
   Layer& w = model.layers[layer];
   int width = model.hidden_padded();
   int qkv_stride = w.qkv.panels * 32, out_stride = w.o.groups * kGroup, act_stride = w.down.groups * kGroup;
@@ -238,7 +237,6 @@ static void run_layer(Model& model, const Step& step, int layer) {
     product<Epilogue::kSilu>(model, normed, width, rows, w.gate_up, {gated, size_t(act_stride), nullptr, act_stride});
     product<Epilogue::kAdd>(model, gated, act_stride, rows, w.down, {residual, size_t(width), nullptr, width});
   }
-  (void)c;
 }
 
 static void logits(Model& model, const Step& step) {
@@ -251,4 +249,24 @@ static void logits(Model& model, const Step& step) {
                             {step.logits, size_t(model.config.vocab), nullptr, model.config.vocab});
 }
 
-static const Engine kEngine = {run_layer, logits};
+static void products(Model& model, int num_rows) {
+  int width = model.hidden_padded();
+  auto* residual = model.residual.as<float>(size_t(round_up(num_rows, 32)) * width);
+  for (Layer& w : model.layers) {
+    size_t qkv_stride = w.qkv.panels * 32, out_stride = w.o.groups * kGroup, act_stride = w.down.groups * kGroup;
+    auto* normed = model.normed.as<float>(size_t(kRowBlock) * width);
+    auto* qkv = model.qkv.as<float>(kRowBlock * qkv_stride);
+    auto* attended = model.attended.as<float>(kRowBlock * out_stride);
+    auto* gated = model.gated.as<float>(kRowBlock * act_stride);
+    for (int begin = 0; begin < num_rows; begin += kRowBlock) {
+      int rows = std::min(num_rows - begin, kRowBlock);
+      Output add{residual + size_t(begin) * width, size_t(width), nullptr, width};
+      product<Epilogue::kStore>(model, normed, width, rows, w.qkv, {qkv, qkv_stride, nullptr, int(qkv_stride)});
+      product<Epilogue::kAdd>(model, attended, out_stride, rows, w.o, add);
+      product<Epilogue::kSilu>(model, normed, width, rows, w.gate_up, {gated, act_stride, nullptr, int(act_stride)});
+      product<Epilogue::kAdd>(model, gated, act_stride, rows, w.down, add);
+    }
+  }
+}
+
+static const Engine kEngine = {run_layer, logits, products};
