@@ -38,12 +38,18 @@ struct Rows {
     unsigned position = unsigned(key), size = unsigned(block_size);
     return base + size_t(blocks[position / size]) * block_stride + (position % size) * row_bytes;
   }
-  // The rows of a tile's worth of keys, on their way while the task before computes.
-  void prefetch(int start, int limit) const {
-    for (int key = start; key < std::min(start + kKeyTile, limit); key += 8) {
-      const char* p = reinterpret_cast<const char*>(run(key));
-      for (size_t i = 0; i < 8 * row_bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
-    }
+};
+
+// The keys and values of the task after this one, fetched while this one computes: evenly over its work, because a burst of
+// fetches would stall it.
+struct Ahead {
+  Rows keys, values;
+  int limit;
+  void fetch(const Rows& rows, int start, int run) const {  // the run-th 8 keys of a tile
+    int key = start + run * 8;
+    if (key >= limit) return;
+    const char* p = reinterpret_cast<const char*>(rows.run(key));
+    for (size_t i = 0; i < 8 * rows.row_bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
   }
 };
 
@@ -272,7 +278,7 @@ static inline void prefetch_lines(const void* p, int lines) {
   for (int i = 0; i < lines; i++) _mm_prefetch(static_cast<const char*>(p) + i * 64, _MM_HINT_T0);
 }
 
-static void walk_keys(const Context& c, const Lanes* lanes, Walk& w, float attention_scale) {
+static void walk_keys(const Context& c, const Lanes* lanes, Walk& w, float attention_scale, const Ahead& ahead) {
   const __m512 scale = _mm512_set1_ps(attention_scale * 1.44269504f);
   const int groups = w.num_groups, oldest = lanes[0].first, last = lanes[groups - 1].last;
   const int begin = c.window && oldest >= c.window ? (oldest - c.window + 1) / kKeyTile * kKeyTile : 0;
@@ -299,6 +305,7 @@ static void walk_keys(const Context& c, const Lanes* lanes, Walk& w, float atten
       for (int part = 0; part < 4; part++) {
         if (next) score_slot(c, next_state, next_tile, part, w.scores[place ^ 1]);
         if (more_keys && g + 2 >= groups) prefetch_lines(c.keys[tile + 4 + part], g + 2 == groups || groups == 1 ? c.k_steps * 16 : 0);
+        if (g == 0) ahead.fetch(ahead.values, start, part);
         soften(scores + part * 128, w.weights[place] + part * 128, scale, s.largest, added);
       }
       if (previous) {
@@ -308,6 +315,7 @@ static void walk_keys(const Context& c, const Lanes* lanes, Walk& w, float atten
       for (int part = 0; part < 4; part++) {
         if (previous) value_slot(c, previous_state, previous_values, part);
         if (more_keys && last_group) prefetch_lines(values + tile_values + part * c.d_tiles * 256, c.d_tiles * 8);
+        if (g == 0) ahead.fetch(ahead.values, start, part + 4);
         soften(scores + 512 + part * 128, w.weights[place] + 512 + part * 128, scale, s.largest, added);
       }
       if (raised) {
@@ -325,7 +333,7 @@ static void walk_keys(const Context& c, const Lanes* lanes, Walk& w, float atten
 }
 
 static void attend_lanes(const Context& c, const Lanes* lanes, int num_groups, const Config& config, const Packed& out,
-                         Buffer& buffer) {
+                         const Ahead& ahead, Buffer& buffer) {
   const size_t state_size = size_t(c.d_tiles) * 256 + size_t(c.k_steps) * 256;
   auto* memory = buffer.as<float>(state_size * kGroups + 2048 + 1024);
   Walk w;
@@ -343,7 +351,7 @@ static void attend_lanes(const Context& c, const Lanes* lanes, int num_groups, c
     std::memset(s.out, 0, size_t(c.d_tiles) * 1024);
     pack_queries(lanes[g], c.k_steps, s.query);
   }
-  walk_keys(c, lanes, w, config.attention_scale);
+  walk_keys(c, lanes, w, config.attention_scale, ahead);
   for (int g = 0; g < num_groups; g++) {
     const LaneState& s = w.groups[g];
     __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), s.total);
@@ -355,71 +363,4 @@ static void attend_lanes(const Context& c, const Lanes* lanes, int num_groups, c
         store_bf16(out.at(lanes[g].row[lane], lanes[g].head[lane] * config.head_dim + d), (v16)r[lane]);
     }
   }
-}
-
-struct Task {  // one segment and KV head
-  Segment segment;
-  int kv_head;
-};
-
-// queries: bf16 [rows][heads][head_dim padded to 32]
-static Lanes lanes_of(const Model& model, const Step& step, const Task& task, int begin, int base, const bf16_t* queries) {
-  int group = model.group_heads(), width = int(round_up(model.config.head_dim, 32));
-  Lanes lanes;
-  lanes.count = std::min(16, (task.segment.end - task.segment.begin) * group - base);
-  for (int lane = 0; lane < 16; lane++) {
-    int pair = base + std::min(lane, lanes.count - 1), row = task.segment.begin + pair / group;
-    lanes.position[lane] = step.positions[row];
-    lanes.row[lane] = row - begin;
-    lanes.head[lane] = task.kv_head * group + pair % group;
-    const bf16_t* query = queries + (size_t(row - begin) * model.config.num_heads + lanes.head[lane]) * width;
-    lanes.query[lane] = lane < lanes.count ? query : nullptr;
-  }
-  lanes.first = lanes.position[0];
-  lanes.last = lanes.position[15];
-  return lanes;
-}
-
-static void attend_task(Model& model, const Step& step, int layer, const Task& task, const Task* next, int begin,
-                        const bf16_t* queries, const Packed& out, ThreadScratch& scratch) {
-  const Config& config = model.config;
-  const Segment& segment = task.segment;
-  Context c;
-  c.window = model.layers[layer].window;
-  c.limit = step.positions[segment.end - 1] + 1;
-  int oldest = step.positions[segment.begin];
-  c.first = c.window && oldest >= c.window ? (oldest - c.window + 1) / kKeyTile * kKeyTile : 0;
-  c.d_tiles = (config.head_dim + 15) / 16;
-  c.k_steps = int(round_up(config.head_dim, 32) / 32);
-  c.values = scratch.values.as<bf16_t>(size_t(c.end() - c.first) * c.d_tiles * 16);
-  stage_keys(model, Rows(model, step, layer, segment.seq, 0, task.kv_head), c, scratch);
-  Rows values(model, step, layer, segment.seq, 1, task.kv_head);
-  const Task& ahead = next ? *next : task;
-  Rows next_keys(model, step, layer, ahead.segment.seq, 0, ahead.kv_head);
-  Rows next_values(model, step, layer, ahead.segment.seq, 1, ahead.kv_head);
-  int next_limit = next ? step.positions[ahead.segment.end - 1] + 1 : 0;
-  for (int start = c.first; start < c.end(); start += kKeyTile) {
-    next_keys.prefetch(start, next_limit);
-    next_values.prefetch(start, next_limit);
-    stage_values(model, values, start, c);
-    stage_values(model, values, start + 32, c);
-  }
-  int pairs = (segment.end - segment.begin) * model.group_heads();
-  for (int base = 0; base < pairs;) {
-    Lanes lanes[kGroups];
-    int groups = 0;
-    for (; groups < kGroups && base < pairs; base += 16) lanes[groups++] = lanes_of(model, step, task, begin, base, queries);
-    attend_lanes(c, lanes, groups, config, out, scratch.lanes);
-  }
-}
-
-static void attend(Model& model, const Step& step, int layer, int begin, int end, const bf16_t* queries, const Packed& out) {
-  std::vector<Task> tasks;
-  for (const Segment& segment : segments_of(step, begin, end))
-    for (int head = 0; head < model.config.num_kv_heads; head++) tasks.push_back({segment, head});
-  model.pool->run(int(tasks.size()), [&](int index, int thread) {
-    if (thread) configure_tiles();
-    const Task* next = index + 1 < int(tasks.size()) ? &tasks[index + 1] : nullptr;
-    attend_task(model, step, layer, tasks[index], next, begin, queries, out, model.scratch[thread]);
-  });
 }

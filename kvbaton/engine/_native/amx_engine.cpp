@@ -30,6 +30,8 @@ static inline __m512 exp2_bf16(__m512 x) {
 
 #include "amx_product.h"
 #include "amx_attention.h"
+#include "amx_decode.h"
+#include "amx_tasks.h"
 
 static constexpr int kRowBlock = 256;
 
