@@ -90,6 +90,8 @@ class RouterSettings:
     index_block_tokens: int = 32  # grain of the router's memory of who holds which prefix
     index_blocks: int = 65536  # size of that memory for each worker
     max_inflight: int = 1024  # requests at once; more are refused with 429
+    max_queued: int = 512  # of these, requests that wait because no worker has room; more are refused with 503
+    queue_timeout_s: float = 30.0  # how long one may wait for room
     max_body_bytes: int = 8 * 1024 * 1024
     body_timeout_s: float = 30.0  # for the whole request body to arrive
     connect_timeout_s: float = 2.0

@@ -46,6 +46,14 @@ METRICS: tuple[Metric, ...] = (
         ("endpoint", "decision", "outcome"),
     ),
     Metric("kvbaton_router_inflight_requests", "gauge", "router", "Requests being served now."),
+    Metric("kvbaton_router_queued_requests", "gauge", "router", "Requests that wait because no worker has room."),
+    Metric(
+        "kvbaton_router_queue_seconds",
+        "histogram",
+        "router",
+        "Time such a request waited, of those that got in or gave up.",
+        buckets=SECONDS,
+    ),
     Metric(
         "kvbaton_router_ttft_seconds",
         "histogram",
@@ -105,7 +113,7 @@ METRICS: tuple[Metric, ...] = (
         "kvbaton_router_retries_total",
         "counter",
         "router",
-        "Second attempts, by why the first failed (prefill_failed, unreachable, no_capacity, worker_error).",
+        "Second attempts, by why the first failed (prefill_failed, unreachable, draining, worker_error).",
         ("cause",),
     ),
     Metric(

@@ -22,6 +22,7 @@ from kvbaton.router.lifecycle import Event, Lifecycle
 from kvbaton.router.policy import Decision, NoWorker, PolicyConfig, RequestView, decide
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.registry import Hold, Member, Registry
+from kvbaton.router.room import Room
 from kvbaton.workers.http import JSON_HEADER, SSE_HEADERS, Exchange, Headers
 from kvbaton.workers.openai_errors import ApiError, unavailable
 from kvbaton.workers.openai_response import DONE, ERROR_MARK, REPORT_PREFIX
@@ -64,6 +65,8 @@ class Flight:
     causes: list[str] = field(default_factory=list)  # why attempts failed
     cached_tokens: dict[str, int] = field(default_factory=dict)  # foretold, by worker
     report: RequestReport | None = None
+    queued_s: float = 0.0  # waited for room
+    no_room: bool = False  # the present attempt was refused for want of it
     dispatched_s: float | None = None
     first_byte_s: float | None = None
     last_part_s: float = 0.0
@@ -103,28 +106,67 @@ class Dispatcher:
         self._clock = clock
         self._policy = PolicyConfig(settings.threshold_tokens, settings.request_cost_tokens)
         self._turn = 0
+        self._room = Room(settings.max_queued)
 
     async def run(self, flight: Flight, call: Call) -> None:
         """Answer the request, or raise ApiError while nothing was sent."""
         flight.cached_tokens = self._registry.cached_tokens(call.chains)
-        excluded: frozenset[str] = frozenset()
+        failed: frozenset[str] = frozenset()  # for good
+        full: frozenset[str] = frozenset()  # until the next turn
         prefill_failed = False
         last: AttemptFailed | None = None
+        if self._room.num_waiting:  # others came first
+            await self._wait_for_room(flight, call, no_capacity())
         while True:
-            decision = self._decide(flight, call, excluded, prefill_failed, last)
+            decision = self._decide(flight, call, failed | full, prefill_failed, last)
             try:
                 await self._attempt(flight, call, decision)
                 return
-            except AttemptFailed as failed:
-                last = failed
-                flight.causes.append(failed.cause)
-                if not failed.elsewhere or not flight.lifecycle.may_retry:
-                    raise failed.error from None
-                prefill_failed = failed.cause == "prefill_failed"
-                # A failed hand-off speaks against the prefill worker, anything else against the one that was called.
-                excluded |= {decision.prefill or decision.decode} if prefill_failed else {decision.decode}
-                flight.lifecycle.on(Event.RETRY)
-                self._metrics.add("kvbaton_router_retries_total", failed.cause)
+            except AttemptFailed as failure:
+                last = failure
+            if last.cause == "no_capacity":  # nothing went wrong: ask the others, then wait
+                flight.lifecycle.on(Event.DEFER)
+                flight.decisions.pop()
+                full |= {decision.decode}
+                if not self._registry.another_decodes(self._clock.now_s(), failed | full):
+                    await self._wait_for_room(flight, call, last.error)
+                    full = frozenset()
+                continue
+            flight.causes.append(last.cause)
+            if not last.elsewhere or not flight.lifecycle.may_retry:
+                raise last.error
+            prefill_failed = last.cause == "prefill_failed"
+            # A failed hand-off speaks against the prefill worker, anything else against the one that was called.
+            failed |= {decision.prefill or decision.decode} if prefill_failed else {decision.decode}
+            flight.lifecycle.on(Event.RETRY)
+            self._metrics.add("kvbaton_router_retries_total", last.cause)
+
+    def _gave_back(self, flight: Flight) -> None:
+        """An attempt ended. One that never got in gave nothing back: waking others for it would go round in circles."""
+        if not flight.no_room:
+            self._room.freed()
+
+    async def _wait_for_room(self, flight: Flight, call: Call, error: ApiError) -> None:
+        """Raises ``error`` when the queue is full or the time is up."""
+        if self._room.full:
+            raise error
+        started_s = self._clock.now_s()
+        left_s = self._settings.queue_timeout_s - flight.queued_s
+        try:
+            got_turn = await self._room.wait(call.internal.priority, flight.received_s, left_s)
+        finally:
+            waited_s = self._clock.now_s() - started_s
+            flight.queued_s += waited_s
+            self._metrics.observe("kvbaton_router_queue_seconds", value=waited_s)
+        if not got_turn:
+            raise error
+
+    @property
+    def num_queued(self) -> int:
+        return self._room.num_waiting
+
+    def export(self) -> None:
+        self._metrics.set("kvbaton_router_queued_requests", value=self.num_queued)
 
     def _decide(
         self, flight: Flight, call: Call, excluded: frozenset[str], prefill_failed: bool, last: AttemptFailed | None
@@ -151,6 +193,7 @@ class Dispatcher:
         assert target is not None
         uncached = max(1, call.view.num_prompt_tokens - decision.foretold_cached_tokens)
         flight.lifecycle.on(Event.DISPATCH)
+        flight.no_room = False
         if prefill is not None:
             for chain in call.chains:  # at once: those with the same prefix that queue behind it will find it there
                 self._index.record(prefill.name, chain)
@@ -163,6 +206,7 @@ class Dispatcher:
             if prefill is not None:
                 holds.append(held.enter_context(self._registry.hold(prefill, call.num_sequences, uncached)))
             body = self._body(flight, call, prefill)
+            held.callback(self._gave_back, flight)
             await self._send(flight, call, decision, body, holds)
 
     async def _send(self, flight: Flight, call: Call, decision: Decision, body: bytes, holds: list[Hold]) -> None:
@@ -181,7 +225,7 @@ class Dispatcher:
             data = body if len(body) < _LARGE_BODY_BYTES else io.BytesIO(body)
             async with self._session.post(target.settings.url + call.path, data=data, headers=headers) as response:
                 if response.status != 200:
-                    raise await self._refused(response, target, prefill)
+                    raise await self._refused(flight, response, target, prefill)
                 outgoing = self._response_headers(flight, decision)
                 if call.stream:
                     await self._splice(flight, call, response, outgoing, holds)
@@ -218,6 +262,7 @@ class Dispatcher:
         """Only now can the worker that answers be said to hold the prompt."""
         for hold in holds:
             hold.first_token()
+        self._room.freed()  # it got in; there may be room for one more
         for chain in call.chains:
             self._index.record(holds[0].member.name, chain)
 
@@ -231,7 +276,9 @@ class Dispatcher:
             headers.append((b"x-kvbaton-prefill", decision.prefill.encode()))
         return headers
 
-    async def _refused(self, response: aiohttp.ClientResponse, target: Member, prefill: Member | None) -> AttemptFailed:
+    async def _refused(
+        self, flight: Flight, response: aiohttp.ClientResponse, target: Member, prefill: Member | None
+    ) -> AttemptFailed:
         """A worker's answer other than 200: the client's fault passes through, ours is tried elsewhere."""
         error = _decode_error(response.status, await response.content.read(_MAX_ERROR_BYTES))
         retry_after = response.headers.get("retry-after", "")
@@ -245,6 +292,7 @@ class Dispatcher:
             self._registry.says_draining(target)
             return AttemptFailed("draining", error, elsewhere=True)
         if error.status in (429, 503):
+            flight.no_room = True
             return AttemptFailed("no_capacity", error, elsewhere=True)
         if error.status < 500 and error.status != 409:
             return AttemptFailed("refused", error, elsewhere=False)
@@ -311,6 +359,10 @@ def take_report(events: bytes, known: RequestReport | None) -> tuple[bytes, Requ
     stop = events.index(b"\n\n", start) + 2
     report = _REPORT.decode(events[start + len(REPORT_PREFIX) : stop])
     return events[:start] + events[stop:], report
+
+
+def no_capacity() -> ApiError:
+    return unavailable("no worker has room now", "no_capacity")
 
 
 def _decode_error(status: int, raw: bytes) -> ApiError:

@@ -292,6 +292,7 @@ class Gateway:
             await exchange.answer(200, _ENCODER.encode(answer))
             return
         self._registry.export()
+        self._dispatcher.export()
         await exchange.answer_text(self._metrics.exposition(), CONTENT_TYPE)
 
     def _card(self) -> dict[str, object]:
@@ -380,6 +381,7 @@ def record_of(flight: Flight, endpoint: Endpoint, failure: ApiError | None, now_
         ],
         "error": {"status": failure.status, "code": failure.code, "message": failure.message} if failure else None,
         "report": msgspec.to_builtins(flight.report) if flight.report is not None else None,
+        "queued_ms": round(flight.queued_s * 1e3, 3),
         "dispatched_ms": since_ms(flight.dispatched_s),
         "first_byte_ms": since_ms(flight.first_byte_s),
         "ended_ms": since_ms(now_s),

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 class State(StrEnum):
     RECEIVED = "received"  # the request line and headers are here
-    ADMITTED = "admitted"  # parsed, tokenized, within every limit
+    ADMITTED = "admitted"  # parsed, tokenized, within every limit; it may wait for room
     DISPATCHED = "dispatched"  # a worker has it; nothing was sent to the client yet
     RETRYING = "retrying"  # the attempt failed and another worker will be asked
     STREAMING = "streaming"  # the first bytes of a stream are with the client
@@ -28,6 +28,7 @@ class Event(StrEnum):
     REFUSE = "refuse"
     DISPATCH = "dispatch"
     RETRY = "retry"
+    DEFER = "defer"
     FIRST_BYTES = "first_bytes"
     COMPLETE = "complete"
     FAIL = "fail"
@@ -47,6 +48,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (S.DISPATCHED, E.FIRST_BYTES): S.STREAMING,
     (S.DISPATCHED, E.COMPLETE): S.DONE,
     (S.DISPATCHED, E.RETRY): S.RETRYING,
+    (S.DISPATCHED, E.DEFER): S.ADMITTED,
     (S.DISPATCHED, E.REFUSE): S.REJECTED,
     (S.DISPATCHED, E.FAIL): S.FAILED,
     (S.DISPATCHED, E.CLIENT_GONE): S.CANCELLED,
@@ -91,6 +93,8 @@ class Lifecycle:
         self.state = following
         if event is Event.DISPATCH:
             self.num_attempts += 1
+        elif event is Event.DEFER:  # nothing went wrong: it was only too early
+            self.num_attempts -= 1
         return following
 
     @property
@@ -112,7 +116,8 @@ def render_markdown() -> str:
         "# The life of a request in the router",
         "",
         "Generated from `kvbaton/router/lifecycle.py`; a test compares the two. An event that is not drawn raises.",
-        "`retry` happens at most once, and never after the first bytes of a stream went to the client.",
+        "`retry` happens at most once, and never after the first bytes of a stream went to the client. `defer` is no",
+        "failure: no worker had room, and the request waits for its next turn.",
         "",
         "```mermaid",
         "stateDiagram-v2",

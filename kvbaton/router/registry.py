@@ -184,6 +184,10 @@ class Registry:
             for name in self._members
         }
 
+    def another_decodes(self, now_s: float, excluded: frozenset[str]) -> bool:
+        """Whether a worker is left that answers requests and was not tried."""
+        return any(member.settings.role != "prefill" for member in self.usable(now_s, excluded))
+
     def views(
         self, cached_tokens: Mapping[str, int], now_s: float, excluded: frozenset[str] = frozenset()
     ) -> list[MemberView]:

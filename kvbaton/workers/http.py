@@ -118,7 +118,8 @@ class Exchange:
             await self.answer(error.status, body, [*error.headers(), *(headers or [])])
             return
         length = (b"content-length", str(len(body)).encode())
-        await self.start(error.status, [JSON_HEADER, length, (b"connection", b"close"), *(headers or [])])
+        close = (b"connection", b"close")
+        await self.start(error.status, [JSON_HEADER, length, close, *error.headers(), *(headers or [])])
         await self.write(body)
         await self._linger()
         await self.end()

@@ -121,7 +121,7 @@ class WorkerServer:
         answer = from_exception(error)
         if answer.code == "internal_error":
             log.error("request failed", exc_info=error)
-        elif answer.status >= 500:
+        elif answer.status >= 500 and answer.code != "no_capacity":
             log.warning("request failed: %s", error)
         return answer
 

@@ -32,6 +32,7 @@ KEY = "k" * 20
 class Fleet:
     url: str
     gateway: Gateway
+    dispatcher: Dispatcher
     registry: Registry
     monitor: Monitor
     metrics: Metrics
@@ -99,7 +100,7 @@ async def running_fleet(tokenizer: Tokenizer, roles: dict[str, Role], **settings
         url = await stack.enter_async_context(serving(gateway))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         monitor = Monitor(registry, session, router, KEY)
-        fleet = Fleet(url, gateway, registry, monitor, metrics, workers, servers, stops, http, urls)
+        fleet = Fleet(url, gateway, dispatcher, registry, monitor, metrics, workers, servers, stops, http, urls)
         await fleet.poll()
         yield fleet
         await fleet.settled()

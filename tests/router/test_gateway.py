@@ -163,13 +163,45 @@ async def test_a_dead_worker_is_left_out_and_nobody_notices(pairs: Fleet) -> Non
     assert member is not None and member.state == "down"
 
 
-async def test_no_capacity_is_tried_elsewhere_then_told(pairs: Fleet) -> None:
-    pairs.workers["d0"].error = pairs.workers["d1"].error = CapacityError("full")
-    status, answer, headers = await pairs.post({"prompt": SHORT})
-    assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "no_capacity", "1")
-    assert len(pairs.workers["d0"].requests) == len(pairs.workers["d1"].requests) == 1
-    pairs.workers["d1"].error = None
-    assert (await pairs.post({"prompt": SHORT}))[0] == 200
+async def test_no_capacity_is_tried_elsewhere_and_then_waits_its_turn(tokenizer: Tokenizer) -> None:
+    roles: Any = {"p0": "prefill", "d0": "decode", "d1": "decode"}
+    async with running_fleet(tokenizer, roles, queue_timeout_s=0.6) as fleet:
+        fleet.workers["d0"].error = fleet.workers["d1"].error = CapacityError("full")
+        status, answer, headers = await fleet.post({"prompt": SHORT})
+        assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "no_capacity", "1")
+        assert fleet.workers["d0"].requests and fleet.workers["d1"].requests
+        assert not fleet.workers["p0"].requests, "decode workers that are only full are not replaced"
+        await fleet.settled()
+        line = 'kvbaton_router_requests_total{decision="none",endpoint="completions",outcome="rejected"}'
+        assert fleet.counter(line) == 1 and fleet.counter("kvbaton_router_queue_seconds_count") > 0
+        fleet.workers["d1"].error = None
+        assert (await fleet.post({"prompt": SHORT}))[0] == 200
+
+
+async def test_a_full_fleet_serves_in_turn(tokenizer: Tokenizer) -> None:
+    async with running_fleet(tokenizer, {"b0": "both"}) as fleet:
+        worker = fleet.workers["b0"]
+        worker.gate.clear()
+        worker.max_open = 2
+        posts = [asyncio.ensure_future(fleet.post({"prompt": f"{i} {SHORT}"})) for i in range(12)]
+        await until(lambda: fleet.dispatcher.num_queued == 10)
+        worker.gate.set()
+        assert [status for status, _, _ in await asyncio.gather(*posts)] == [200] * 12
+
+
+async def test_the_queue_is_bounded_and_lets_go_of_those_that_leave(tokenizer: Tokenizer) -> None:
+    async with running_fleet(tokenizer, {"b0": "both"}, max_queued=2) as fleet:
+        worker = fleet.workers["b0"]
+        worker.gate.clear()
+        worker.max_open = 1
+        posts = [asyncio.ensure_future(fleet.post({"prompt": SHORT})) for _ in range(3)]
+        await until(lambda: fleet.dispatcher.num_queued == 2)
+        assert (await fleet.post({"prompt": SHORT}))[0] == 503
+        for post in posts[1:]:
+            post.cancel()
+        await until(lambda: fleet.dispatcher.num_queued == 0 and fleet.gateway.open.num == 1)
+        worker.gate.set()
+        assert (await posts[0])[0] == 200
 
 
 async def test_without_prefill_pool_decode_does_it_all(split: Fleet) -> None:
@@ -264,7 +296,7 @@ async def info(tokenizer: Tokenizer) -> bytes:
 
 
 async def ask_raw(tokenizer: Tokenizer, worker: RawWorker, body: Any, **headers: str) -> tuple[int, Any, Any]:
-    async with running_fleet(tokenizer, {}) as fleet, serving(worker) as address:
+    async with running_fleet(tokenizer, {}, queue_timeout_s=0.3) as fleet, serving(worker) as address:
         fleet.registry.set_members([MemberSettings(address, "both", "raw")])
         await fleet.poll()
         return await fleet.post(body, **headers)

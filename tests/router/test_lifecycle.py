@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.router.lifecycle import (
@@ -44,6 +44,7 @@ def test_one_retry_and_none_after_the_first_bytes() -> None:
     assert streaming.state is State.STREAMING
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(list(Event)), max_size=30))
 def test_any_sequence_of_events_keeps_the_invariants(events: list[Event]) -> None:
     life = Lifecycle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.kv.blocks import block_hashes
@@ -40,6 +40,7 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
     assert index.matched_tokens("a", chain(list(range(16)))) == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=24), max_size=12), st.lists(st.integers(0, 1), max_size=24))
 def test_bisection_finds_what_a_walk_finds(recorded: list[list[int]], asked: list[int]) -> None:
     index = PrefixIndex(4, 10_000)
@@ -55,6 +56,7 @@ def test_bisection_finds_what_a_walk_finds(recorded: list[list[int]], asked: lis
     assert index.matched_tokens("a", chain(asked)) == walked
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=40), max_size=20), st.lists(st.integers(0, 1), max_size=40))
 def test_eviction_leaves_no_holes(recorded: list[list[int]], asked: list[int]) -> None:
     """Later blocks of a chain go first, so whatever is held of a chain is a prefix of it."""

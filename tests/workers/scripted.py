@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvbaton.engine.tokenizer import Tokenizer
-from kvbaton.types import Fingerprint, GenerateRequest, Role, TokenLogprobs, TokenOutput
+from kvbaton.types import CapacityError, Fingerprint, GenerateRequest, Role, TokenLogprobs, TokenOutput
 from kvbaton.workers.http import HttpServer, bind
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
 
@@ -28,6 +28,7 @@ class ScriptedWorker:
         self.requests: list[tuple[GenerateRequest, PeerAddress | None]] = []
         self.reported = WorkerStats(num_blocks=1000)
         self.num_open = 0
+        self.max_open = 10**9
         self.num_cancelled = 0
 
     async def start(self) -> None: ...
@@ -43,6 +44,8 @@ class ScriptedWorker:
     async def generate(
         self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
     ) -> AsyncIterator[WorkerEvent]:
+        if self.num_open >= self.max_open:
+            raise CapacityError("full")
         self.requests.append((request, prefill))
         self.num_open += 1
         ended = False
