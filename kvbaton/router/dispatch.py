@@ -65,6 +65,7 @@ class Flight:
     causes: list[str] = field(default_factory=list)  # why attempts failed
     cached_tokens: dict[str, int] = field(default_factory=dict)  # foretold, by worker
     report: RequestReport | None = None
+    num_dispatched: int = 0  # calls made, deferred ones too
     queued_s: float = 0.0  # waited for room
     no_room: bool = False  # the present attempt was refused for want of it
     dispatched_s: float | None = None
@@ -194,6 +195,7 @@ class Dispatcher:
         uncached = max(1, call.view.num_prompt_tokens - decision.foretold_cached_tokens)
         flight.lifecycle.on(Event.DISPATCH)
         flight.no_room = False
+        flight.num_dispatched += 1
         if prefill is not None:
             for chain in call.chains:  # at once: those with the same prefix that queue behind it will find it there
                 self._index.record(prefill.name, chain)
@@ -255,7 +257,14 @@ class Dispatcher:
         """The client's bytes with our object as the last member: of two with one name the last counts."""
         left_s = self._settings.request_timeout_s - (self._clock.now_s() - flight.received_s)
         address = self._registry.peer_address(prefill) if prefill is not None else None
-        internal = msgspec.structs.replace(call.internal, prefill=address, deadline_s=max(0.1, left_s))
+        # An id of its own for each attempt: what is left of an earlier one on some worker must not be in its way.
+        attempt = flight.num_dispatched
+        internal = msgspec.structs.replace(
+            call.internal,
+            request_id=flight.request_id if attempt == 1 else f"{flight.request_id}-{attempt}",
+            prefill=address,
+            deadline_s=max(0.1, left_s),
+        )
         return call.raw_body.rstrip()[:-1] + b',"kvbaton":' + _ENCODER.encode(internal) + b"}"
 
     def _prompt_computed(self, call: Call, holds: list[Hold]) -> None:

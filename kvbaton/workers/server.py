@@ -21,7 +21,7 @@ import msgspec
 from kvbaton import __version__
 from kvbaton.clock import Clock, MonotonicClock
 from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
-from kvbaton.types import Fingerprint, GenerateRequest, TokenOutput
+from kvbaton.types import CapacityError, Fingerprint, GenerateRequest, TokenOutput
 from kvbaton.workers.http import (
     JSON_HEADER,
     SSE_HEADERS,
@@ -59,6 +59,7 @@ from kvbaton.workers.protocol import (
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
 REPORT_HEADER = b"x-kvbaton-report"
+SIBLING_WAIT_S = 0.1  # between two tries of a sequence whose siblings have room
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,7 @@ class Generation:
                 else:
                     async with asyncio.TaskGroup() as group:
                         for index, sequence in enumerate(self._sequences):
-                            group.create_task(self._pump(index, sequence, timeout_s))
+                            group.create_task(self._pump_with_siblings(index, sequence, timeout_s))
                 await self._complete()
             return "ok"
         except Exception as error:
@@ -342,6 +343,21 @@ class Generation:
             log.warning("stream broken: %s", cause)
             await self._exchange.end(error_event(answer))
             return "error"
+
+    async def _pump_with_siblings(self, index: int, sequence: GenerateRequest, deadline_s: float) -> None:
+        """As ``_pump``; a sequence that finds no room waits while siblings have some, for they will give it back.
+
+        Refusing it would take the siblings down with it, and a request of many sequences might never fit at once.
+        """
+        while True:
+            try:
+                await self._pump(index, sequence, deadline_s)
+                return
+            except CapacityError:
+                others = self._admitted.keys() - {index}
+                if index in self._admitted or not (others or self._exchange.started):
+                    raise
+            await asyncio.sleep(SIBLING_WAIT_S)
 
     async def _pump(self, index: int, sequence: GenerateRequest, deadline_s: float) -> None:
         choice = Choice(index, sequence.sampling, self._server.worker.tokenizer)

@@ -129,6 +129,7 @@ async def test_a_failed_hand_off_is_tried_once_more(split: Fleet, stream: bool) 
     status, _, headers = await split.post({"prompt": LONG, "stream": stream})
     assert (status, headers["x-kvbaton-decision"]) == (200, "fallback_prefill_failed")
     assert [prefill is not None for _, prefill in worker.requests] == [True, False]
+    assert len({request.request_id for request, _ in worker.requests}) == 2, "an id of its own for each attempt"
     assert split.counter('kvbaton_router_retries_total{cause="prefill_failed"}') == 1
     assert split.counter('kvbaton_router_member_failures_total{cause="prefill_failed",member="p0"}') == 1
 

@@ -257,6 +257,23 @@ async def test_one_failing_choice_ends_its_siblings(
     assert status == 503 and worker.num_open == 0
 
 
+async def test_choices_without_room_wait_for_their_siblings(
+    url: str, worker: ScriptedWorker, http: aiohttp.ClientSession
+) -> None:
+    worker.max_open = 2
+    for stream in (False, True):
+        status, answer, _ = await post(http, url + "/v1/completions", {"prompt": "x", "n": 5, "stream": stream})
+        assert status == 200
+        if not stream:
+            assert [choice["text"] for choice in answer["choices"]] == ["hello world"] * 5
+        else:
+            ends = [c for e in sse_events(answer)[:-1] for c in json.loads(e)["choices"] if c["finish_reason"]]
+            assert sorted(c["index"] for c in ends) == [0, 1, 2, 3, 4]
+    worker.max_open = 0
+    status, answer, _ = await post(http, url + "/v1/completions", {"prompt": "x", "n": 5})
+    assert (status, answer["error"]["code"]) == (503, "no_capacity")
+
+
 async def test_a_stop_string_ends_the_sequence(url: str, worker: ScriptedWorker, http: aiohttp.ClientSession) -> None:
     worker.gate_at = 6  # "hello " has been sent; the stop string is complete before the gate
     worker.gate.clear()
