@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections.abc import AsyncIterator
@@ -26,6 +27,8 @@ from kvbaton.types import Role
 from kvbaton.workers.server import ServerOptions, WorkerServer
 
 KEY = "k" * 20
+LONG = "a prompt of many tokens " * 8
+SHORT = "short"
 
 
 @dataclass
@@ -105,3 +108,35 @@ async def running_fleet(tokenizer: Tokenizer, roles: dict[str, Role], **settings
         yield fleet
         await fleet.settled()
         fleet.check_idle()
+
+
+class RawWorker:
+    """An ASGI app that says it is a worker and then answers with the bytes it was given."""
+
+    def __init__(self, info: bytes, parts: list[bytes], status: int = 200, headers: Any = ()) -> None:
+        self.info, self.parts, self.status, self.extra = info, parts, status, list(headers)
+        self.seen: list[dict[bytes, bytes]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/internal/info":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": self.info})
+            return
+        self.seen.append(dict(scope["headers"]))
+        while (await receive()).get("more_body"):
+            pass
+        kind = b"text/event-stream" if self.status == 200 else b"application/json"
+        await send(
+            {"type": "http.response.start", "status": self.status, "headers": [(b"content-type", kind), *self.extra]}
+        )
+        for part in self.parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def ask_raw(tokenizer: Tokenizer, worker: RawWorker, body: Any, **headers: str) -> tuple[int, Any, Any]:
+    async with running_fleet(tokenizer, {}, queue_timeout_s=0.3) as fleet, serving(worker) as address:
+        fleet.registry.set_members([MemberSettings(address, "both", "raw")])
+        await fleet.poll()
+        return await fleet.post(body, **headers)
