@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from kvbaton.types import LocalError
+from kvbaton.types import LocalError, RemoteError
 
 if TYPE_CHECKING:
+    from kvbaton.plan.advise import Advice
     from kvbaton.plan.kv_report import KVAnswer
 
 
@@ -30,7 +31,7 @@ def refuses_bad_input(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
-        except LocalError as error:
+        except (LocalError, RemoteError) as error:
             prefix = f"{error.field}: " if error.field else ""
             click.echo(f"kvbaton: {prefix}{error}", err=True)
             sys.exit(2)
@@ -125,15 +126,17 @@ def plan_command(scenario: str, as_json: bool, html: str | None, quick: bool, qu
         search = msgspec.structs.replace(wanted.search, verify=2, sensitivity=False, precision=0.08)
         workload = msgspec.structs.replace(wanted.workload, requests=min(150, wanted.workload.requests))
         wanted = msgspec.structs.replace(wanted, search=search, workload=workload)
-    gc.freeze()  # nothing the simulations make forms cycles, and their records are many
-    gc.disable()
     number = count(1)
 
     def progress(line: str) -> None:
         if not quiet:
             click.echo(f"{next(number):>4}  {line}", err=True)
 
-    answer = plan(wanted, progress)
+    gc.disable()  # nothing the simulations make forms cycles, and their records are many
+    try:
+        answer = plan(wanted, progress)
+    finally:
+        gc.enable()
     if html is not None:
         Path(html).write_text(report_html.render(answer))
         click.echo(f"report: {html}", err=True)
@@ -143,4 +146,70 @@ def plan_command(scenario: str, as_json: bool, html: str | None, quick: bool, qu
         click.echo(report_text.render(answer))
 
 
-PLAN_COMMANDS: tuple[click.Command, ...] = (kv_command, plan_command)
+@click.command("advise")
+@click.argument("sources", nargs=-1)
+@click.option(
+    "--interval", default=30.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between scrapes."
+)
+@click.option("--before", multiple=True, type=click.Path(exists=True), help="Saved first scrape; one for each worker.")
+@click.option("--after", multiple=True, type=click.Path(exists=True), help="Saved second scrape, in the same order.")
+@click.option("--prometheus", help="Base URL of a Prometheus server that scrapes the workers.")
+@click.option("--log", type=click.Path(exists=True), help="Request records, one JSON object a line.")
+@click.option("--workers", default=1, show_default=True, help="Workers behind --log.")
+@click.option("--profile", type=click.Path(exists=True), help="Profile file: prices a token of each phase.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@refuses_bad_input
+def advise_command(sources: tuple[str, ...], **options: Any) -> None:
+    """Say what to tune first on a running fleet, and whether planning a split is worth it.
+
+    SOURCES are the /metrics URLs of vLLM, SGLang or kvbaton workers, scraped twice. Exit code 0 when a split is worth
+    planning or nothing speaks against it being looked at; 1 when the answer is no.
+    """
+    from kvbaton.cli import scrape
+    from kvbaton.plan import advise
+    from kvbaton.plan.profile_file import read_profile
+
+    if options["log"]:
+        seen = advise.from_records(Path(options["log"]).read_text().splitlines(), options["workers"])
+    elif options["prometheus"]:
+        seen = advise.window(*scrape.from_prometheus(options["prometheus"], options["interval"]), options["interval"])
+    elif sources:
+        seen = advise.window(*scrape.twice(sources, options["interval"]), options["interval"])
+    else:
+        before, after = ([Path(path).read_text() for path in options[name]] for name in ("before", "after"))
+        if not before or len(before) != len(after):
+            raise LocalError("give metrics URLs, or as many --before as --after", field="SOURCES")
+        seen = advise.window(before, after, options["interval"])
+    price = None
+    if options["profile"]:
+        step = read_profile(options["profile"]).step
+        batch = max(1, round(seen.running / seen.workers)) if seen.running else 8
+        price = advise.StepPrice(step.per_token_s, step.tpot_s(batch, 1000) / batch, step.source)
+    advice = advise.advise(seen, price)
+    if options["as_json"]:
+        print_json(advice)
+    else:
+        _print_advice(advice)
+    sys.exit(0 if advice.plan_a_split else 1)
+
+
+def _print_advice(advice: Advice) -> None:
+    click.echo("plan a split: " + ("yes" if advice.plan_a_split else "no"))
+    click.echo(f"  {advice.why}")
+    rows = (
+        ("prefill share of GPU time", advice.prefill_share, "{:.0%}", f" ({advice.prefill_share_source})"),
+        ("of that, cache misses", advice.miss_share, "{:.0%}", ""),
+        ("uncached prompt tokens a request", advice.uncached_tokens, "{:,.0f}", ""),
+        ("prompt tokens for each output token", advice.prompt_per_output, "{:.1f}", ""),
+        ("queueing share of TTFT", advice.queue_share_of_ttft, "{:.0%}", ""),
+        ("p99 gap over median", advice.gap_ratio, "{:.1f}", ""),
+        ("preemptions a request", advice.preemptions_per_request, "{:.3f}", ""),
+    )
+    for name, value, form, note in rows:
+        click.echo(f"  {name}: {'not reported' if value is None else form.format(value)}{note}")
+    click.echo("  tune first:")
+    for number, text in enumerate(advice.tune_first, 1):
+        click.echo(f"    {number}. {text}")
+
+
+PLAN_COMMANDS: tuple[click.Command, ...] = (kv_command, plan_command, advise_command)

@@ -90,7 +90,7 @@ def _arms(answer: Answer) -> str:
         row("busy, by pool", ["; ".join(_use(pool) for pool in arm.pools) for arm in arms]),
         row("cache blocks in use, peak", ["; ".join(f"{pool.role} {pool.peak_block_share:.0%}" for pool in arm.pools)
                                           for arm in arms]),
-        row("$ an hour (GPU hours)", [f"{arm.cost.usd_per_hour:.2f} ({arm.cost.gpu_hours_per_hour:g})" for arm in arms]),
+        row("$ an hour (GPU hours)", [_hourly(arm) for arm in arms]),
         row("$ per million output tokens", [f"{arm.cost.usd_per_million_output:.3f}" for arm in arms]),
         row("by pool: $ per million prompt / output", [_by_pool(arm) for arm in arms]),
         row("GPUs for the wanted rate", ["" if arm.gpus_for_rate is None else str(arm.gpus_for_rate) for arm in arms]),
@@ -100,8 +100,8 @@ def _arms(answer: Answer) -> str:
         text += f"<p>Routing threshold: {answer.threshold_tokens:,} uncached tokens.</p>"
     if answer.drift is not None:
         band = answer.drift
-        text += (f"<p>Drift band for the operator's alert: {band.low:.1f} to {band.high:.1f} prompt tokens for each "
-                 f"output token (now {band.now:.1f}); outside it one of the pools is past its goodput.</p>")  # fmt: skip
+        text += f"<p>Drift band for the operator's alert: {band.low:.1f} to {band.high:.1f} prompt tokens for each "
+        text += f"output token (now {band.now:.1f}); outside it one of the pools is past its goodput.</p>"
     return text
 
 
@@ -110,6 +110,10 @@ def _use(pool: object) -> str:
         getattr(pool, name) for name in ("role", "prefill_share", "decode_share", "link_share")
     )
     return f"{role}: prefill {prefill:.0%}, decode {decode:.0%}" + (f", link {link:.0%}" if link else "")
+
+
+def _hourly(arm: Arm) -> str:
+    return f"{arm.cost.usd_per_hour:.2f} ({arm.cost.gpu_hours_per_hour:g})"
 
 
 def _by_pool(arm: Arm) -> str:
@@ -182,7 +186,7 @@ def _workload(answer: Answer) -> str:
     ]
     hit = "unknown (the trace has no block hashes)" if stats.token_hit is None else f"{stats.token_hit:.1%} of tokens"
     text = _table(["", "mean", "p10", "p50", "p90", "p99", "max"], rows)
-    text += (f"<p>{stats.rows:,} requests over {stats.span_s:,.0f} s, gap CV {stats.gap_cv:.2f}, "
-             f"{stats.prompt_per_output:.1f} prompt tokens for each output token; infinite prefix cache: {hit}.</p>")  # fmt: skip
+    text += f"<p>{stats.rows:,} requests over {stats.span_s:,.0f} s, gap CV {stats.gap_cv:.2f}, "
+    text += f"{stats.prompt_per_output:.1f} prompt tokens for each output token; infinite prefix cache: {hit}.</p>"
     chart = bars([(f"up to {edge:,} tokens", float(count), BLUE) for edge, count in answer.prompt_buckets])
     return text + "<p>Requests by prompt length</p>" + chart
