@@ -93,6 +93,7 @@ class RouterSettings:
     max_queued: int = 512  # of these, requests that wait because no worker has room; more are refused with 503
     queue_timeout_s: float = 30.0  # how long one may wait for room
     max_body_bytes: int = 8 * 1024 * 1024
+    max_total_body_bytes: int = 64 * 1024 * 1024  # of all requests at once; beyond it 503
     body_timeout_s: float = 30.0  # for the whole request body to arrive
     connect_timeout_s: float = 2.0
     request_timeout_s: float = 600.0  # for a whole request

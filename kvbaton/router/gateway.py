@@ -30,6 +30,8 @@ from kvbaton.router.policy import RequestView
 from kvbaton.router.registry import Registry
 from kvbaton.types import LocalError
 from kvbaton.workers.http import (
+    BodyBudget,
+    Claim,
     ClientGone,
     Exchange,
     OpenRequests,
@@ -85,6 +87,7 @@ class Gateway:
         self._metrics = metrics
         self._clock = clock
         self._limits = RequestLimits()
+        self._bodies = BodyBudget(settings.max_total_body_bytes)
         self._created_s = int(time.time())
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self.state = "serving"
@@ -132,10 +135,10 @@ class Gateway:
         gauge = "kvbaton_router_inflight_requests"
         failure: ApiError | None = None
         try:
-            with self.open.one():
+            with self.open.one(), self._bodies.claim() as claim:
                 self._metrics.set(gauge, value=self.open.num)
                 try:
-                    failure = await self._fly(flight, endpoint)
+                    failure = await self._fly(flight, endpoint, claim)
                 except (ClientGone, asyncio.CancelledError):
                     if not flight.lifecycle.ended:
                         flight.lifecycle.on(Event.CLIENT_GONE)
@@ -145,12 +148,12 @@ class Gateway:
         finally:
             self._metrics.set(gauge, value=self.open.num)
 
-    async def _fly(self, flight: Flight, endpoint: Endpoint) -> ApiError | None:
+    async def _fly(self, flight: Flight, endpoint: Endpoint, claim: Claim) -> ApiError | None:
         """Serve it; the error that was answered, if one was."""
         exchange, settings = flight.exchange, self._settings
         try:
             async with self.open.deadline(settings.request_timeout_s):
-                raw = await self._read(flight)
+                raw = await self._read(flight, claim)
                 await exchange.until_disconnect(self._process(flight, endpoint, raw))
             return None
         except ClientGone:
@@ -171,7 +174,7 @@ class Gateway:
             await exchange.fail(failure, [*flight.response_headers, *decided])
         return failure
 
-    async def _read(self, flight: Flight) -> bytes:
+    async def _read(self, flight: Flight, claim: Claim) -> bytes:
         exchange, settings = flight.exchange, self._settings
         if self.state != "serving":
             raise unavailable(f"the router is {self.state}", self.state)
@@ -183,7 +186,7 @@ class Gateway:
         if echo is not None:
             flight.client_request_id = echo
             flight.response_headers.append((b"x-request-id", echo.encode()))
-        return await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s)
+        return await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s, claim)
 
     async def _process(self, flight: Flight, endpoint: Endpoint, raw: bytes) -> None:
         request = parse(endpoint, raw, self._limits)

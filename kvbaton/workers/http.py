@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 
 import uvicorn
 
-from kvbaton.workers.openai_errors import ApiError, bad_request
+from kvbaton.types import LocalError
+from kvbaton.workers.openai_errors import ApiError, bad_request, unavailable
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
+TOO_MANY_BYTES = "too_many_bytes"
 LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024 * 1024
 
@@ -37,6 +39,34 @@ class ClientGone(Exception):
     """The client closed its connection; nobody is left to answer."""
 
 
+class BodyBudget:
+    """Bytes of request bodies in memory at once, over all requests: many large ones must not add up."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.left_bytes = max_bytes
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[Claim]:
+        """One request's share, given back when the request is over."""
+        claim = Claim(self)
+        try:
+            yield claim
+        finally:
+            self.left_bytes += claim.num_bytes
+
+
+class Claim:
+    def __init__(self, budget: BodyBudget) -> None:
+        self.num_bytes = 0
+        self._budget = budget
+
+    def take(self, num_bytes: int) -> None:
+        if num_bytes > self._budget.left_bytes:
+            raise unavailable("too many large requests at once", TOO_MANY_BYTES)
+        self._budget.left_bytes -= num_bytes
+        self.num_bytes += num_bytes
+
+
 class Exchange:
     """One request and its answer."""
 
@@ -48,8 +78,8 @@ class Exchange:
         self._receive = receive
         self._send = send
 
-    async def read_body(self, max_bytes: int, timeout_s: float) -> bytes:
-        """The whole body. 413, 415, 408, or ClientGone."""
+    async def read_body(self, max_bytes: int, timeout_s: float, claim: Claim | None = None) -> bytes:
+        """The whole body. 413, 415, 408, 503 when ``claim`` finds nothing left, or ClientGone."""
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(415, "compressed bodies are not accepted", param="content-encoding")
         too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
@@ -68,6 +98,8 @@ class Exchange:
                     num_bytes += len(part)
                     if num_bytes > max_bytes:
                         raise too_large
+                    if claim is not None:
+                        claim.take(len(part))
                     parts.append(part)
                     if not message.get("more_body", False):
                         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -114,7 +146,7 @@ class Exchange:
     async def fail(self, error: ApiError, headers: Headers | None = None) -> None:
         """Answer with ``error``. A body that was not read makes the connection useless: it is closed afterwards."""
         body = error.body()
-        if error.status not in (408, 413, 415):
+        if error.status not in (408, 413, 415) and error.code != TOO_MANY_BYTES:
             await self.answer(error.status, body, [*error.headers(), *(headers or [])])
             return
         length = (b"content-length", str(len(body)).encode())
@@ -210,9 +242,10 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
         listener.listen(2048)
         listener.setblocking(False)
-    except BaseException:
+    except OSError as error:
         listener.close()
-        raise
+        fix = "use another, or 0 for any free one"
+        raise LocalError(f"cannot listen on {host}:{port}: {error.strerror}", field="port", fix=fix) from error
     return listener
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,18 @@ def test_a_router_without_a_key_says_which_variable(
     (tmp_path / "fleet.toml").write_text('[[workers]]\nurl = "http://127.0.0.1:1"\n')
     assert main(["router", "--config", str(tmp_path / "fleet.toml")]) == 2
     assert "KVBATON_INTERNAL_KEY" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVBATON_INTERNAL_KEY", "k")
+    (tmp_path / "fleet.toml").write_text('[[workers]]\nurl = "http://127.0.0.1:1"\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        arguments = ["--config", str(tmp_path / "fleet.toml"), "--model", str(tiny_model_dir), "--port", port]
+        assert main(["router", *arguments]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_the_command_line_loads_no_engine() -> None:

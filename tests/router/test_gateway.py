@@ -183,6 +183,25 @@ async def test_a_client_that_goes_away_frees_everything(split: Fleet, gate_at: i
     assert split.counter(line) == 5 or gate_at  # once tokens came, the prefix is known and may be used
 
 
+async def test_many_large_bodies_do_not_add_up(tokenizer: Tokenizer) -> None:
+    settings = {"max_body_bytes": 100_000, "max_total_body_bytes": 250_000}
+    async with running_fleet(tokenizer, {"b0": "both"}, **settings) as fleet:
+        large = b"[" + b" " * 90_000
+        host, port = fleet.url.removeprefix("http://").split(":")
+        writers = []
+        for _ in range(2):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n" + large)
+            writers.append(writer)
+        await until(lambda: fleet.gateway._bodies.left_bytes < 80_000)
+        status, answer, headers = await fleet.post(large)
+        assert (status, answer["error"]["code"]) == (503, "too_many_bytes") and headers["retry-after"]
+        assert (await fleet.post({"prompt": SHORT}))[0] == 200
+        for writer in writers:
+            writer.close()
+        await until(lambda: fleet.gateway._bodies.left_bytes == 250_000)
+
+
 async def test_too_many_at_once_are_told_to_come_back(tokenizer: Tokenizer) -> None:
     async with running_fleet(tokenizer, {"b0": "both"}, max_inflight=2) as fleet:
         fleet.workers["b0"].gate.clear()
