@@ -1,7 +1,7 @@
 """Builds the native kernels, a plain C library that ``kvbaton.engine.native`` loads with ctypes.
 
-Everything else about the package is in pyproject.toml. Optional: where there is no C++ compiler the package installs all the
-same and runs the model with torch. For development: ``python setup.py build_ext --inplace``.
+Everything else about the package is in pyproject.toml. Optional: without a C++ compiler the package installs all
+the same and runs the model with torch. For development: ``python setup.py build_ext --inplace``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from setuptools import Extension, setup
 
 SOURCES = "kvbaton/engine/_native"
 # Compilers warn about the deliberately undefined registers of their own intrinsics headers.
-QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+QUIET = ["-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 
 setup(
     ext_modules=[
@@ -21,9 +21,18 @@ setup(
             sources=sorted(glob.glob(f"{SOURCES}/*.cpp")),
             depends=sorted(glob.glob(f"{SOURCES}/*.h")),
             language="c++",
-            # No contraction: where a multiply and an add fuse is written down, so that a row's bits never depend on how the
+            # No contraction: where a multiply and an add fuse is written down, so a row's bits never depend on how
             # compiler treated the loop it ran through.
-            extra_compile_args=["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-Wno-psabi", *QUIET],
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-g0",
+                "-fno-math-errno",
+                "-ffp-contract=off",
+                "-pthread",
+                "-Wno-psabi",
+                *QUIET,
+            ],
             extra_link_args=["-pthread"],
             optional=True,
         )

@@ -1,8 +1,8 @@
 """How fast the native kernels run a model on one core, and how far that is from what the core allows.
 
-Prints, per dtype and weight format: prefill tokens per second for prompts of 512 and 2,048 tokens, time per output token of
-one sequence, output tokens per second of 8 and 32 sequences (each 512 tokens long), and the limits measured in the same run:
-the time the layers' products alone take (prefill) and the time reading the packed weights once takes (decode).
+Prints, for each dtype and weight format: prefill tokens per second of 512 and 2,048 tokens, time per output token
+of one sequence, output tokens per second of 8 and 32 sequences (each 512 tokens long), and the limits measured in the
+same run: the time the layers' products alone take (prefill), the time reading the packed weights once takes (decode).
 
 Times are the best of several runs in processor time of this thread, so that other work on the machine disturbs little.
 
@@ -12,6 +12,7 @@ Times are the best of several runs in processor time of this thread, so that oth
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -69,7 +70,7 @@ def measure(model: native.NativeModel, repeats: int) -> dict[str, float]:
     read_s = best_s(model.read_weights, repeats)
     result = {"weight_mb": model.weight_bytes / 1e6, "read_gb_per_s": model.weight_bytes / read_s / 1e9}
     for tokens in PREFILL_TOKENS:
-        products_s = best_s(lambda tokens=tokens: model.run_products(tokens), max(2, repeats // 4))
+        products_s = best_s(functools.partial(model.run_products, tokens), max(2, repeats // 4))
         prefill_s = step_s([tokens], [0], max(2, repeats // 4))
         result[f"prefill_{tokens}_tok_per_s"] = tokens / prefill_s
         result[f"prefill_{tokens}_products_alone_tok_per_s"] = tokens / products_s

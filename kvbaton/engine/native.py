@@ -1,8 +1,9 @@
 """The model on native CPU kernels: one C call per step (or per layer), AMX where the processor has it.
 
-Invariants: a row's logits and KV depend on that row's own sequence only, bit for bit, never on the rest of the batch, the
-chunking of the prompt, the block size or the number of threads. Every index is checked here before the call, so a wrong block
-table raises and never touches memory outside the pool. The kernels release the GIL; one ``NativeModel`` runs one step at a time.
+Invariants: a row's logits and KV depend on that row's own sequence only, bit for bit, never on the rest of the batch,
+the chunking of the prompt, the block size or the number of threads. Every index is checked here before the call, so a
+wrong block table raises and never touches memory outside the pool. The kernels release the GIL; a ``NativeModel`` runs
+one step at a time.
 
 Knows nothing about requests, sampling policy or who owns a block.
 """
@@ -131,7 +132,7 @@ class NativeModel:
         num_threads: int = 1,
         engine: str | None = None,
     ) -> None:
-        """``weights`` is native, int8 or int4 (the lm head of int4 is int8). ``engine`` overrules the choice by processor."""
+        """``weights``: native, int8 or int4 (with an int8 lm head). ``engine`` overrules the choice by processor."""
         self._library = _loaded()
         self._handle: int | None = None
         self.config = config
