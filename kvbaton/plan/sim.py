@@ -15,6 +15,7 @@ ends in a terminal state. Knows nothing about files, hardware names or SLOs.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 
@@ -95,7 +96,7 @@ class Simulation:
         """Until every request has ended."""
         for at_s, kind, what in self.fleet.first_events():
             self._push(at_s, kind, *what)
-        handlers = {
+        handlers: dict[str, Callable[..., None]] = {
             "arrive": self._arrive, "step": self._step_over, "landed": self._landed, "down": self._down, "up": self._up,
             "scale": self._scale, "give_up": self._give_up,
         }  # fmt: skip
@@ -296,7 +297,9 @@ class Simulation:
 
     def _release(self, record: Record) -> None:
         """Free everything the request holds anywhere."""
-        for name in {record.prefill, record.decode} - {None}:
+        for name in dict.fromkeys((record.prefill, record.decode)):
+            if name is None:
+                continue
             worker = self.fleet.workers[name]
             if worker.active.pop(record.request_id, None) is not None:
                 self._settle(worker)

@@ -71,7 +71,7 @@ class Trace(msgspec.Struct, frozen=True):
 
     def scaled(self, prompt: float = 1.0, output: float = 1.0) -> Trace:
         """Prompt and output lengths times a factor; block ids are kept for the blocks that remain."""
-        requests = []
+        requests: list[TraceRequest] = []
         for each in self.requests:
             tokens = max(1, round(each.prompt_tokens * prompt))
             ids = each.block_ids
