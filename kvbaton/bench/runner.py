@@ -49,12 +49,14 @@ def load_tokenizer(spec: LoadSpec, served_root: str = "") -> Tokenized:
 
         path = default_model_dir()
     tokenizer = Tokenizer.load(path)
+    # Reports are for sharing: whose home the tokenizer lies in is nobody's business.
+    name = str(path).replace(str(Path.home()), "~")
     if spec.endpoint == "completions":
-        return Tokenized(tokenizer, lambda text: len(tokenizer.encode(text)), str(path))
+        return Tokenized(tokenizer, lambda text: len(tokenizer.encode(text)), name)
     if not tokenizer.has_chat_template:
         note = "the tokenizer has no chat template: prompts are longer at the server by its template"
-        return Tokenized(tokenizer, lambda text: len(tokenizer.encode(text)), str(path), note)
-    return Tokenized(tokenizer, lambda text: len(tokenizer.chat([{"role": "user", "content": text}])), str(path))
+        return Tokenized(tokenizer, lambda text: len(tokenizer.encode(text)), name, note)
+    return Tokenized(tokenizer, lambda text: len(tokenizer.chat([{"role": "user", "content": text}])), name)
 
 
 async def served_model(url: str, headers: dict[str, str]) -> tuple[str, str]:

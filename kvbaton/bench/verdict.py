@@ -266,7 +266,7 @@ def _price(decision: Decision, objective: Comparison, others: Sequence[Compariso
         if one.name == objective.name or one.ratio is None or not one.lower_is_better or one.a is None or one.b is None:
             continue
         if (one.ratio if sign > 0 else 1 / one.ratio) > PRICE_RATIO:
-            found.append(f"{one.name} {one.a:.3g} and {one.b:.3g} {one.unit}".rstrip())
+            found.append(f"{one.name} {_figure(one.a)} and {_figure(one.b)} {one.unit}".rstrip())
     return f"; the price: {', '.join(found)}" if found else ""
 
 
@@ -274,7 +274,7 @@ def _change(found: Comparison) -> str:
     interval = found.ratio_interval
     if found.ratio is None or interval is None or found.a is None or found.b is None:
         return "not measured"
-    size = f"{found.a:.3g} {found.unit} on one pool and {found.b:.3g} {found.unit} split"
+    size = f"{_figure(found.a)} {found.unit} on one pool and {_figure(found.b)} {found.unit} split"
     span = f"ratio {found.ratio:.2f}, 95% interval {interval.low:.2f} .. {interval.high:.2f}"
     match found.reading:
         case "no difference":
@@ -283,6 +283,10 @@ def _change(found: Comparison) -> str:
             return f"not told apart ({size}; {span})"
         case _:
             return f"{size} ({span})"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _objective_text(found: Comparison) -> str:
