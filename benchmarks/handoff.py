@@ -3,8 +3,8 @@
     python -m benchmarks.handoff [--rounds 5] [--tokens 512,2048,8000] [--json FILE]
 
 One prefill worker in a process of its own on one core; decode workers on the other. Every round measures in turn and
-with fresh prompts: prefill on the decode worker itself (the rival), then shm and tcp, each streaming layer by layer and
-not. Two figures, since the first token is sent by the prefill side and may be out before its KV has arrived:
+with fresh prompts: all on the prefill worker (the rival), then shm and tcp, each streaming layer by layer or not.
+Two figures, since the first token is sent by the prefill side and may be out before its KV has arrived:
 
     TTFT      first token, against prefill on the spot
     exposed   how much later the last byte came than the first token; what the second token waits for
@@ -37,6 +37,7 @@ from kvbaton.workers.protocol import Finished, PeerAddress
 ARMS = (("shm", True), ("shm", False), ("tcp", True), ("tcp", False))
 NUM_OUTPUT_TOKENS = 4
 READY_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,27 @@ def make_worker(role: str, transport: str, streaming: bool, args: argparse.Names
 
 
 def prefill_process(pipe: Connection, args: argparse.Namespace) -> None:
+    """The prefill worker; it also measures the rival, so that both run on the same core and the same engine."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
     async def serve() -> None:
-        worker = make_worker("prefill", "auto", True, args)
+        worker = make_worker("both", "auto", True, args)
         await worker.start()
         pipe.send(worker.kv_port)
-        await asyncio.to_thread(_until_closed, pipe)
+        with contextlib.suppress(EOFError):
+            while True:
+                prompt, name = await asyncio.to_thread(pipe.recv)
+                pipe.send(await measure(worker, prompt, name, None))
         await worker.stop()
 
     asyncio.run(serve())
 
 
-def _until_closed(pipe: Connection) -> None:
-    with contextlib.suppress(EOFError):
-        pipe.recv()
+def measure_local(pipe: Connection, prompt: tuple[int, ...], name: str) -> Sample:
+    pipe.send((prompt, name))
+    if not pipe.poll(ANSWER_TIMEOUT_S):
+        raise SystemExit("the prefill process does not answer")
+    return pipe.recv()
 
 
 async def measure(worker: NativeWorker, prompt: tuple[int, ...], name: str, peer: PeerAddress | None) -> Sample:
@@ -89,7 +96,7 @@ async def measure(worker: NativeWorker, prompt: tuple[int, ...], name: str, peer
     return Sample(token_s[0], token_s[1], finished.exposed_s, finished.transfer_bytes)
 
 
-async def run(args: argparse.Namespace, kv_port: int) -> list[dict]:
+async def run(args: argparse.Namespace, kv_port: int, pipe: Connection) -> list[dict]:
     workers = {arm: make_worker("decode", *arm, args) for arm in ARMS}
     for worker in workers.values():
         await worker.start()
@@ -102,9 +109,11 @@ async def run(args: argparse.Namespace, kv_port: int) -> list[dict]:
             for arm in (None, *ARMS):
                 prompt = tuple(rng.randrange(49_000) for _ in range(num_tokens))
                 name = "local" if arm is None else f"{arm[0]}{'' if arm[1] else ', not streaming'}"
-                worker = workers[arm or ARMS[0]]
                 request_id = f"{name}-{num_tokens}-{round_index}"
-                sample = await measure(worker, prompt, request_id, None if arm is None else peer)
+                if arm is None:
+                    sample = await asyncio.to_thread(measure_local, pipe, prompt, request_id)
+                else:
+                    sample = await measure(workers[arm], prompt, request_id, peer)
                 if round_index >= 0:
                     samples.setdefault(name, []).append(sample)
                 print(".", end="", flush=True, file=sys.stderr)
@@ -167,7 +176,7 @@ def main() -> None:
         raise SystemExit("the prefill worker did not come up")
     kv_port = ours.recv()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    rows = asyncio.run(run(args, kv_port))
+    rows = asyncio.run(run(args, kv_port, ours))
     ours.close()
     process.join(30)
     print_table(rows)

@@ -23,7 +23,7 @@ from kvbaton.clock import Clock
 from kvbaton.engine.events import EngineStats, Event, Failed, Progress, Reservation, Scheduled, Sink, Token
 from kvbaton.engine.model import Model, StepInput
 from kvbaton.engine.pool import KVPool
-from kvbaton.engine.sampler import SequenceSampler
+from kvbaton.engine.sampler import SequenceSampler, check_sampling
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig, StepItem, StepPlan
 from kvbaton.engine.sequence import Mode, Sequence
 from kvbaton.kv.blocks import BlockManager, BlockRemoved, BlockStored
@@ -241,14 +241,23 @@ class Engine:
 
     def _add(self, request: GenerateRequest, sink: Sink, mode: Mode) -> None:
         try:
-            if request.request_id in self._active:
-                raise LocalError(f"request id {request.request_id} is already in use", field="request_id")
+            self._check_request(request)
             seq = Sequence(request=request, mode=mode)
             self._scheduler.add(seq)
         except KvbatonError as error:
             self._outbox.append((sink, Failed(error)))
             return
         self._active[request.request_id] = self._make_active(request, seq, sink)
+
+    def _check_request(self, request: GenerateRequest) -> None:
+        """Refuse here what would otherwise be an error of every sequence in its step."""
+        if request.request_id in self._active:
+            raise LocalError(f"request id {request.request_id} is already in use", field="request_id")
+        vocab_size = self.model.config.vocab_size
+        ids = request.prompt_token_ids
+        if not ids or min(ids) < 0 or max(ids) >= vocab_size:
+            raise LocalError(f"the prompt must be token ids in 0 .. {vocab_size - 1}, at least one", field="prompt")
+        check_sampling(request.sampling, vocab_size)
 
     def _make_active(self, request: GenerateRequest, seq: Sequence, sink: Sink) -> _Active:
         sampler = SequenceSampler(request.sampling, request.prompt_token_ids, request.eos_token_ids)
@@ -258,8 +267,7 @@ class Engine:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            if request.request_id in self._active:
-                raise LocalError(f"request id {request.request_id} is already in use", field="request_id")
+            self._check_request(request)
             seq = Sequence(request=request, mode="import")
             num_cached = self._scheduler.reserve_import(seq)
             self._active[request.request_id] = self._make_active(request, seq, sink)

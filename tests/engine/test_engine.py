@@ -241,7 +241,13 @@ def test_a_failed_step_fails_its_requests_and_no_others(tiny_model_dir: Path, mo
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "field"),
-    [([], 4, "prompt"), (list(range(200)), 400, "max_tokens"), ([1], 0, "max_tokens")],
+    [
+        ([], 4, "prompt"),
+        ([1, 320], 4, "prompt"),  # the vocabulary has 320
+        ([-1], 4, "prompt"),
+        (list(range(200)), 400, "max_tokens"),
+        ([1], 0, "max_tokens"),
+    ],
 )
 def test_what_can_never_run_is_refused_by_field(
     tiny_model_dir: Path, prompt: list[int], max_tokens: int, field: str
@@ -251,6 +257,21 @@ def test_what_can_never_run_is_refused_by_field(
         engine.generate(request("bad", prompt, max_tokens), inbox)
         failed = inbox.next()
         assert isinstance(failed, Failed) and failed.error.field == field
+
+
+def test_a_request_the_model_cannot_take_does_not_disturb_its_neighbours(tiny_model_dir: Path) -> None:
+    with running(tiny_model_dir) as engine:
+        good, bad_token, bad_bias = Inbox(), Inbox(), Inbox()
+        engine.generate(request("good", [1, 2, 3], 24), good)
+        engine.generate(request("bad token", [1, 10**6]), bad_token)
+        sampling = SamplingParams(logit_bias={10**6: 5.0})
+        engine.generate(GenerateRequest("bad bias", prompt_token_ids=(1,), sampling=sampling), bad_bias)
+        with pytest.raises(LocalError, match="0 .. 319"):
+            bad_token.tokens()
+        with pytest.raises(LocalError, match="logit_bias"):
+            bad_bias.tokens()
+        assert len(good.tokens()) == 24
+        assert engine.stats().num_failed_steps == 0
 
 
 def test_stop_tells_everybody(tiny_model_dir: Path) -> None:

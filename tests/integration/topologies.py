@@ -137,9 +137,9 @@ async def ask(
 
 
 def random_prompts(num: int, longest: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Lengths from 1 to ``longest``, spread evenly on a log scale, both ends included; no two share a first block."""
+    """Lengths from 1 to ``longest``, both included, most of them short as in life; no two share a first block."""
     rng = random.Random(seed)
-    lengths = [max(1, round(longest ** (i / (num - 1)))) for i in range(num)]
+    lengths = [max(1, round(longest ** ((i / (num - 1)) ** 2))) for i in range(num)]
     rng.shuffle(lengths)
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
