@@ -96,9 +96,9 @@ def comparison_rows(found: RateResult) -> list[list[str]]:
     if transfer:
         rows.append(
             [
-                "p99 KV transfer (ms)",
+                "p99 KV transfer, from its start (ms)",
                 "none moves",
-                f"{transfer['p99_ms']:.3g}",
+                _number(transfer["p99_ms"]),
                 f"{transfer['count']} transfers",
                 "",
                 "",
