@@ -168,7 +168,9 @@ def announce(supervisor: Supervisor, fleet: FleetSettings, logs: Path, as_json: 
         ]
         click.echo(json.dumps({"url": url, "model": model, "processes": children, "log_dir": str(logs)}))
         return
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    # Greedy: a model this small wanders at OpenAI's default temperature of 1.
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model, "temperature": 0, "messages": messages})
     click.echo(f"{url}/v1")
     click.echo(f"\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
     click.echo(f"logs in {logs}; Ctrl-C ends it", err=True)
