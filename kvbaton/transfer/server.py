@@ -41,7 +41,7 @@ from kvbaton.transfer.wire import (
     decode_identity,
     encode_frame,
 )
-from kvbaton.types import PROTOCOL_VERSION, GenerateRequest
+from kvbaton.types import PROTOCOL_VERSION, GenerateRequest, LocalError
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,14 @@ class HandoffServer:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen; returns the port. The default is loopback: name an interface to be reached from elsewhere."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=128, reuse_port=False)
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=128, reuse_port=False)
+        except OSError as error:
+            raise LocalError(
+                f"cannot listen for hand-offs on {host}:{port}: {error.strerror or error}",
+                field="kv_port",
+                fix="choose another port, or an address of this machine",
+            ) from error
         listener.setblocking(False)
         self._listeners.append(listener)
         self._spawn(self._accept(listener))
