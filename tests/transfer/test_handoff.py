@@ -307,9 +307,11 @@ async def test_a_step_that_fails_is_reported_at_once_and_is_retryable(make_pair)
             raise RuntimeError("bad kernel")
 
     pair.backend.before_layer = fail
-    with pytest.raises(PrefillFailed, match="bad kernel") as caught:
+    # The refusal of a read under way and the reason on the control connection travel apart: either may come first.
+    with pytest.raises((PrefillFailed, LeaseLost)) as caught:
         await pair.pull_all(make_request("r", 128))
     assert caught.value.retryable
+    assert isinstance(caught.value, LeaseLost) or "bad kernel" in caught.value.message
     await pair.settled()
 
 
