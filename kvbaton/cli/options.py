@@ -133,5 +133,17 @@ def log_level_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def process_options(tied_help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What every single process of a fleet takes, by itself or as a child of ``up``."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        command = click.option("--tied", is_flag=True, hidden=True, help=tied_help)(command)
+        command = click.option("--report-fd", type=int, hidden=True)(command)
+        command = click.option("--json", "as_json", is_flag=True, help="Print the address as JSON when ready.")(command)
+        return config_option(log_level_option(command))
+
+    return decorate
+
+
 def read_settings(config: Path | None, settings: dict[str, dict[str, Any]]) -> FleetSettings:
     return load(config, flags=settings)

@@ -15,11 +15,7 @@ from kvbaton.types import LocalError
 
 @click.command("router")
 @options.flags(options.ROUTER_FLAGS, options.MODEL_FLAGS[:2])
-@options.config_option
-@options.log_level_option
-@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON when ready.")
-@click.option("--report-fd", type=int, hidden=True)
-@click.option("--tied", is_flag=True, hidden=True, help="End when the parent ends, and take members from it.")
+@options.process_options(tied_help="End when the parent ends, and take members from it.")
 def router_command(
     settings: dict[str, dict[str, Any]],
     config: Path | None,

@@ -14,11 +14,7 @@ from kvbaton.config import internal_key
 
 @click.command("worker")
 @options.flags(options.WORKER_FLAGS, options.MODEL_FLAGS, options.ENGINE_FLAGS, options.DRAIN_FLAG)
-@options.config_option
-@options.log_level_option
-@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON when ready.")
-@click.option("--report-fd", type=int, hidden=True)
-@click.option("--tied", is_flag=True, hidden=True, help="End when the parent ends.")
+@options.process_options(tied_help="End when the parent ends.")
 def worker_command(
     settings: dict[str, dict[str, Any]],
     config: Path | None,

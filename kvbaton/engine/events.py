@@ -47,7 +47,7 @@ Sink = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Reservation:
-    """Blocks on the decode side for a prompt whose KV is to arrive; the first ``num_cached_tokens`` are there already."""
+    """Blocks on the decode side for a prompt whose KV is to arrive; ``num_cached_tokens`` of it are there already."""
 
     block_ids: tuple[int, ...]
     num_cached_tokens: int

@@ -1,8 +1,8 @@
 """The KV pool as the engine sees it: bytes, generations, and on an accelerator the device copy.
 
-On a CPU the shared (or anonymous) host segment *is* the pool. On an accelerator the model works on a device tensor and the
-host segment is the window through which a hand-off reads and writes: ``stage_out`` after a layer, ``stage_in`` before the
-first decode step. Knows nothing about who owns a block.
+On a CPU the shared (or anonymous) host segment *is* the pool. On an accelerator the model works on a device tensor and
+the host segment is the window through which a hand-off works: ``stage_out`` after a layer, ``stage_in`` before
+the first decode step. Knows nothing about who owns a block.
 """
 
 from __future__ import annotations

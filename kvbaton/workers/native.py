@@ -284,9 +284,7 @@ class NativeWorker:
     def stats(self) -> WorkerStats:
         totals = dataclasses.asdict(self.engine.stats())
         if self._server is not None:
-            server = self._server.stats()
-            totals["transfer_bytes_sent"] = server.num_bytes_sent
-            totals["num_handoffs"] = server.num_sessions
+            totals["transfer_bytes_sent"] = self._server.stats().num_bytes_sent
         if self._client is not None:
             client = self._client.stats()
             totals["transfer_bytes_received"] = client.num_bytes_shm + client.num_bytes_tcp
