@@ -207,6 +207,7 @@ class TcpSource:
         self._next_read_id = 0
         self._unsent = bytearray()
         self._closed = False
+        self._broke: HandoffError | None = None  # why it is closed, where it was not asked for
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._wake_receiver, self._waked = socket.socketpair()
         self._waked.setblocking(False)
@@ -229,7 +230,8 @@ class TcpSource:
         self._next_read_id += 1
         with self._lock:
             if self._closed:
-                self._loop.call_soon(on_copied, PeerUnreachable("the data connection is closed"))
+                error = self._broke or PeerUnreachable("the data connection is closed")
+                self._loop.call_soon(on_copied, error)
                 return
             self._asked.append(_Asked(read.read_id, region, placement, on_copied))
             self._unsent += encode_frame(read)
@@ -271,6 +273,7 @@ class TcpSource:
             error = PeerUnreachable(f"the receiver failed: {found!r}")
         with self._lock:
             self._closed = True
+            self._broke = error  # a read asked for from now on hears it too: the cause must not depend on who is first
             failed = [asked for asked in self._asked if not asked.revoked]
             self._asked.clear()
         self._sock.close()

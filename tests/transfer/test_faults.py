@@ -25,11 +25,14 @@ from kvbaton.kv.layout import KVLayout
 from kvbaton.kv.shared_pool import SHM_DIR, sweep_stale
 from kvbaton.transfer.channel import receive_frame
 from kvbaton.transfer.client import HandoffClient, pull_all
-from kvbaton.transfer.errors import PeerRefused, PeerUnreachable, TransferCorrupt
+from kvbaton.transfer.errors import PeerRefused, PeerUnreachable, ProtocolViolation, TransferCorrupt
 from kvbaton.transfer.identity import choose_transport, host_identity
 from kvbaton.transfer.options import HandoffOptions
+from kvbaton.transfer.ranges import Region
 from kvbaton.transfer.server import HandoffServer
+from kvbaton.transfer.tcp import TcpSource
 from kvbaton.transfer.wire import (
+    DATA_HEADER_BYTES,
     DATA_REFUSED,
     HANDSHAKE_FRAME_BYTES,
     Ack,
@@ -265,6 +268,22 @@ async def test_damaged_or_truncated_data_is_an_error_and_never_kv(make_pair, tra
     await pair.pull_all(make_request("s", 300))
     pair.assert_arrived(make_request("s", 300), pair.dst_blocks(300))
     await relay.close()
+
+
+async def test_a_read_asked_for_after_the_break_hears_why_it_broke():
+    """Whether a pull learns of damage or only of a closed connection must not depend on which thread is first."""
+    ours, theirs = socket.socketpair()
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="bfloat16")
+    lost = asyncio.get_running_loop().create_future()
+    source = TcpSource(ours, layout, 5.0, lost.set_result)
+    theirs.sendall(bytes(DATA_HEADER_BYTES))  # data that nobody asked for
+    assert isinstance(await asyncio.wait_for(lost, 20), ProtocolViolation)
+    heard = asyncio.get_running_loop().create_future()
+    offer = Offer(1, bytes(16), (0,), (1,), 16, 0, 1.0)
+    source.start_copy(offer, Region(0, 1, 0, 1), None, heard.set_result)
+    assert isinstance(await asyncio.wait_for(heard, 20), ProtocolViolation)
+    theirs.close()
+    source.join()
 
 
 async def test_a_link_that_goes_silent_is_noticed_by_both_and_recovers(make_pair):
