@@ -2,14 +2,15 @@
 
     python -m benchmarks.handoff [--rounds 5] [--tokens 512,2048,8000] [--json FILE]
 
-One prefill worker in a process of its own on one core; decode workers on the other. Every round measures in turn and
-with fresh prompts: all on the prefill worker (the rival), then shm and tcp, each streaming layer by layer or not.
-Two figures, since the first token is sent by the prefill side and may be out before its KV has arrived:
+One prefill worker in a process of its own on one core; decode workers on the other. Every round measures, with fresh
+prompts, shm and tcp, each streaming layer by layer or not, in an order that turns with the rounds; before the first
+arm and after each one the same length is prefilled on the spot (the rival). Two figures, since the first token is sent by
+the prefill side and may be out before its KV has arrived:
 
-    TTFT      first token, against prefill on the spot
+    TTFT      first token, against the mean of the rivals right before and right after it
     exposed   how much later the last byte came than the first token; what the second token waits for
 
-Medians over the rounds; a ratio compares medians of the same run.
+Medians over the rounds, with the 95% interval of the paired ratio; short prompts get more rounds, in proportion.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from kvbaton.bench.stats import summarize
 from kvbaton.engine.engine import EngineConfig
 from kvbaton.engine.loader import LoadOptions
 from kvbaton.engine.scheduler import SchedulerConfig
@@ -46,6 +48,12 @@ class Sample:
     second_s: float  # second token, from the start
     exposed_s: float
     transfer_bytes: int
+
+
+@dataclass(frozen=True)
+class Paired:
+    sample: Sample
+    local_s: float  # TTFT of the rival, around it in time
 
 
 def make_worker(role: str, transport: str, streaming: bool, args: argparse.Namespace) -> NativeWorker:
@@ -72,11 +80,14 @@ def prefill_process(pipe: Connection, args: argparse.Namespace) -> None:
     asyncio.run(serve())
 
 
-def measure_local(pipe: Connection, prompt: tuple[int, ...], name: str) -> Sample:
-    pipe.send((prompt, name))
-    if not pipe.poll(ANSWER_TIMEOUT_S):
-        raise SystemExit("the prefill process does not answer")
-    return pipe.recv()
+async def measure_local(pipe: Connection, prompt: tuple[int, ...], name: str) -> Sample:
+    def ask() -> Sample:
+        pipe.send((prompt, name))
+        if not pipe.poll(ANSWER_TIMEOUT_S):
+            raise SystemExit("the prefill process does not answer")
+        return pipe.recv()
+
+    return await asyncio.to_thread(ask)
 
 
 async def measure(worker: NativeWorker, prompt: tuple[int, ...], name: str, peer: PeerAddress | None) -> Sample:
@@ -104,55 +115,64 @@ async def run(args: argparse.Namespace, kv_port: int, pipe: Connection) -> list[
     rng = random.Random(args.seed)
     rows = []
     for num_tokens in args.tokens:
-        samples: dict[str, list[Sample]] = {}
-        for round_index in range(-1, args.rounds):  # the first round warms up and is not counted
-            for arm in (None, *ARMS):
-                prompt = tuple(rng.randrange(49_000) for _ in range(num_tokens))
-                name = "local" if arm is None else f"{arm[0]}{'' if arm[1] else ', not streaming'}"
-                request_id = f"{name}-{num_tokens}-{round_index}"
-                if arm is None:
-                    sample = await asyncio.to_thread(measure_local, pipe, prompt, request_id)
-                else:
-                    sample = await measure(workers[arm], prompt, request_id, peer)
-                if round_index >= 0:
-                    samples.setdefault(name, []).append(sample)
+        num_rounds = args.rounds * max(1, round(max(args.tokens) / num_tokens / 2))
+        samples: dict[str, list[Paired]] = {}
+        for index in range(-1, num_rounds):  # the first round warms up and is not counted
+            turn = index % len(ARMS)
+            before = await measure_local(pipe, draw(rng, num_tokens), f"local-{num_tokens}-{index}")
+            for arm in ARMS[turn:] + ARMS[:turn]:
+                name = f"{arm[0]}{'' if arm[1] else ', not streaming'}"
+                request_id = f"{name}-{num_tokens}-{index}"
+                sample = await measure(workers[arm], draw(rng, num_tokens), request_id, peer)
+                after = await measure_local(pipe, draw(rng, num_tokens), f"local-{request_id}")
+                if index >= 0:
+                    samples.setdefault(name, []).append(Paired(sample, (before.ttft_s + after.ttft_s) / 2))
+                before = after
                 print(".", end="", flush=True, file=sys.stderr)
-        rows.extend(summarize(num_tokens, samples))
+        rows.extend(summarize_arm(num_tokens, name, found) for name, found in sorted(samples.items()))
     print(file=sys.stderr)
     for worker in workers.values():
         await worker.stop()
     return rows
 
 
-def summarize(num_tokens: int, samples: dict[str, list[Sample]]) -> list[dict]:
-    local_s = statistics.median(sample.ttft_s for sample in samples["local"])
-    rows = []
-    for name, found in samples.items():
-        ttft_s = statistics.median(sample.ttft_s for sample in found)
-        exposed_s = statistics.median(sample.exposed_s for sample in found)
-        rows.append(
-            {
-                "prompt_tokens": num_tokens,
-                "arm": name,
-                "ttft_ms": 1e3 * ttft_s,
-                "ttft_added_percent": 100 * (ttft_s - local_s) / local_s,
-                "exposed_ms": 1e3 * exposed_s,
-                "exposed_percent_of_ttft": 100 * exposed_s / local_s,
-                "second_token_ms": 1e3 * statistics.median(sample.second_s for sample in found),
-                "transfer_mib": found[0].transfer_bytes / 2**20,
-            }
-        )
-    return rows
+def draw(rng: random.Random, num_tokens: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(49_000) for _ in range(num_tokens))
+
+
+def summarize_arm(num_tokens: int, name: str, found: list[Paired]) -> dict:
+    local_s = statistics.median(pair.local_s for pair in found)
+    exposed_s = statistics.median(pair.sample.exposed_s for pair in found)
+    added = summarize([[100 * (pair.sample.ttft_s / pair.local_s - 1)] for pair in found])
+    assert added is not None
+    interval = added.intervals.get("p50")
+    return {
+        "prompt_tokens": num_tokens,
+        "arm": name,
+        "rounds": len(found),
+        "local_ttft_ms": 1e3 * local_s,
+        "ttft_ms": 1e3 * statistics.median(pair.sample.ttft_s for pair in found),
+        "ttft_added_percent": added.p50,
+        "ttft_added_interval": None if interval is None else [interval.low, interval.high],
+        "exposed_ms": 1e3 * exposed_s,
+        "exposed_percent_of_ttft": 100 * exposed_s / local_s,
+        "second_token_ms": 1e3 * statistics.median(pair.sample.second_s for pair in found),
+        "transfer_mib": found[0].sample.transfer_bytes / 2**20,
+    }
 
 
 def print_table(rows: list[dict]) -> None:
-    print("| prompt tokens | arm | TTFT ms | TTFT added | exposed ms | exposed / TTFT | second token ms | MiB moved |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| prompt tokens | arm | rounds | TTFT local ms | TTFT ms | added | 95% interval | exposed / TTFT | MiB moved |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
+        ends = row["ttft_added_interval"]
+        interval = "" if ends is None else f"{ends[0]:+.1f} to {ends[1]:+.1f}%"
         print(
-            f"| {row['prompt_tokens']} | {row['arm']} | {row['ttft_ms']:.1f} | {row['ttft_added_percent']:+.1f}% "
-            f"| {row['exposed_ms']:.1f} | {row['exposed_percent_of_ttft']:.1f}% "
-            f"| {row['second_token_ms']:.1f} | {row['transfer_mib']:.1f} |"
+            f"| {row['prompt_tokens']:,} | {row['arm']} | {row['rounds']} | {row['local_ttft_ms']:.0f} "
+            f"| {row['ttft_ms']:.0f} | {row['ttft_added_percent']:+.1f}% | {interval} "
+            f"| {row['exposed_percent_of_ttft']:.1f}% | {row['transfer_mib']:.1f} |"
         )
 
 
