@@ -4,8 +4,8 @@
 
 One prefill worker in a process of its own on one core; decode workers on the other. Every round measures, with fresh
 prompts, shm and tcp, each streaming layer by layer or not, in an order that turns with the rounds; before the first
-arm and after each one the same length is prefilled on the spot (the rival). Two figures, since the first token is sent by
-the prefill side and may be out before its KV has arrived:
+arm and after each one the same length is prefilled on the spot (the rival). Two figures, since the first token is sent
+by the prefill side and may be out before its KV has arrived:
 
     TTFT      first token, against the mean of the rivals right before and right after it
     exposed   how much later the last byte came than the first token; what the second token waits for
