@@ -190,10 +190,8 @@ class Gateway:
 
     async def _process(self, flight: Flight, endpoint: Endpoint, raw: bytes) -> None:
         request = parse(endpoint, raw, self._limits)
-        if request.internal is not None:
-            raise bad_request("kvbaton is not accepted from clients", "kvbaton")
         if request.model is not None and request.model != self._model_name:
-            raise model_not_found(request.model)
+            raise model_not_found(request.model, self._model_name)
         max_context = self._registry.max_context
         if max_context == 0:
             raise unavailable("no worker takes requests now", "no_workers", retry_after_s=2)
@@ -286,7 +284,7 @@ class Gateway:
             case path if path == f"/v1/models/{self._model_name}":
                 answer = self._card()
             case path if path.startswith("/v1/models/"):
-                raise model_not_found(path.removeprefix("/v1/models/"))
+                raise model_not_found(path.removeprefix("/v1/models/"), self._model_name)
             case path:
                 raise not_found(path)
         if exchange.method not in ("GET", "HEAD"):

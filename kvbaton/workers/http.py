@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import uvicorn
 
 from kvbaton.types import LocalError
+from kvbaton.workers.http_head import BoundedHeadProtocol
 from kvbaton.workers.openai_errors import ApiError, bad_request, unavailable
 
 Scope = MutableMapping[str, Any]
@@ -217,7 +218,8 @@ class OpenRequests:
 
 
 def method_not_allowed(allowed: str) -> ApiError:
-    return ApiError(405, f"use {allowed}", code="method_not_allowed")
+    methods = "GET, HEAD" if allowed == "GET" else allowed
+    return ApiError(405, f"use {allowed}", code="method_not_allowed", allow=methods)
 
 
 def not_found(path: str) -> ApiError:
@@ -256,7 +258,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=BoundedHeadProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -26,6 +26,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -34,6 +35,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.allow = allow  # the methods that a 405 must name
 
     def body(self) -> bytes:
         return _ENCODER.encode(
@@ -41,9 +43,12 @@ class ApiError(Exception):
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        if self.retry_after_s is None:
-            return []
-        return [(b"retry-after", str(self.retry_after_s).encode())]
+        headers = []
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", str(self.retry_after_s).encode()))
+        if self.allow is not None:
+            headers.append((b"allow", self.allow.encode()))
+        return headers
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -54,8 +59,9 @@ def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
     return ApiError(503, message, type="server_error", code=code, retry_after_s=retry_after_s)
 
 
-def model_not_found(name: str) -> ApiError:
-    return ApiError(404, f"the model {name[:100]!r} is not served here", param="model", code="model_not_found")
+def model_not_found(name: str, served: str) -> ApiError:
+    message = f"the model {name[:100]!r} is not served here; use {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def from_exception(error: BaseException) -> ApiError:

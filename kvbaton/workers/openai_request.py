@@ -2,7 +2,9 @@
 
 Two steps, so that a router and a worker can share them: ``parse`` checks everything that needs no model, ``resolve``
 checks token ids and lengths against one. Invariants: what is accepted is honoured; a parameter that cannot be honoured
-is refused by name, never dropped. Knows nothing about HTTP or engines.
+is refused by name, never dropped, but for fields of a message that say nothing to a model (clients send answers back
+whole). What only a router may write is not even looked at unless the caller vouches for it. Knows nothing about HTTP
+or engines.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class ContentPart(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
+    """Unknown fields are ignored: clients append an answer as they got it, with whatever its server put into it."""
+
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -51,7 +55,7 @@ class Message(msgspec.Struct):
     function_call: Any = None
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # OpenAI's padding against side channels; we never pad
 
@@ -114,7 +118,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     kv_transfer_params: Any = None
-    kvbaton: InternalRequest | None = None
+    kvbaton: msgspec.Raw = msgspec.Raw()  # for routers; decoded only when the caller vouches for the sender
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,8 @@ class ApiRequest:
     @property
     def text_chars(self) -> int:
         """Characters to tokenize: tells whether to do it off the event loop."""
-        return sum(len(m["content"]) for m in self.messages) + sum(len(p) for p in self.prompts if isinstance(p, str))
+        messages = sum(len(text) for message in self.messages for text in message.values())
+        return messages + sum(len(p) for p in self.prompts if isinstance(p, str))
 
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -164,13 +169,18 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
 }
 _DECODER = msgspec.json.Decoder(Body)
-_PATH = re.compile(r"at `\$\.?([A-Za-z_]\w*)?")
-_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_INTERNAL_DECODER = msgspec.json.Decoder(InternalRequest)
+_PLACE = re.compile(r"(?: - at `\$\.?([^`]*)`)?$")  # where msgspec found what it tells
+_FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
 
 
-def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits) -> ApiRequest:
-    """Everything that can be checked without a model. Raises ApiError 400."""
+def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bool = False) -> ApiRequest:
+    """Everything that can be checked without a model. Raises ApiError 400.
+
+    ``from_router``: the sender has the fleet's key, so its internal object is honoured; from others it is refused.
+    """
     body = _decode(raw)
+    internal = _internal(body, from_router)
     _refuse(endpoint, body)
     n = 1 if body.n is None else body.n
     if n < 1:
@@ -196,17 +206,16 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits) -> ApiRequest:
         sampling=sampling,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
-        internal=body.kvbaton,
+        internal=internal,
     )
 
 
 def tokenize(request: ApiRequest, tokenizer: Tokenizer, max_context: int, limits: RequestLimits) -> list[list[int]]:
     """Token ids of each prompt. Slow for long texts: call it off the event loop when ``text_chars`` is large."""
     most = max_context * limits.max_chars_per_token
-    texts = [p for p in request.prompts if isinstance(p, str)] or ["".join(m["content"] for m in request.messages)]
-    for text in texts:
-        if len(text) > most:
-            raise _too_long(f"a prompt of {len(text)} characters cannot fit {max_context} tokens", request)
+    chars = [len(p) for p in request.prompts if isinstance(p, str)] or [request.text_chars]
+    if max(chars) > most:
+        raise _too_long(f"a prompt of {max(chars)} characters cannot fit {max_context} tokens", request)
     if request.endpoint == "chat":
         return [tokenizer.chat([dict(m) for m in request.messages])]
     return [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in request.prompts]
@@ -217,13 +226,20 @@ def output_limits(
 ) -> list[int]:
     """max_tokens for each prompt, or ApiError 400: nothing that cannot be computed gets past here."""
     param = "messages" if request.endpoint == "chat" else "prompt"
+    for name, token_ids in (
+        ("logit_bias", request.sampling.logit_bias),
+        ("stop_token_ids", request.sampling.stop_token_ids),
+    ):
+        for token_id in token_ids:
+            if token_id >= tokenizer.vocab_size:
+                raise bad_request(f"{name} has {token_id}; token ids are 0 to {tokenizer.vocab_size - 1}", name)
     limits = []
     for i, ids in enumerate(prompt_token_ids):
         if not ids:
             raise bad_request("the prompt is empty: it has no tokens", param, "empty_prompt")
         from_client = bool(request.prompts) and not isinstance(request.prompts[i], str)
         if from_client and (min(ids) < 0 or max(ids) >= tokenizer.vocab_size):
-            raise bad_request(f"token ids must be in 0 .. {tokenizer.vocab_size - 1}", param)
+            raise bad_request(f"token ids of a prompt must be in 0 to {tokenizer.vocab_size - 1}", param)
         limits.append(_max_tokens(request, len(ids), max_context))
     return limits
 
@@ -284,33 +300,55 @@ def _too_long(message: str, request: ApiRequest) -> ApiError:
 
 
 def _decode(raw: bytes) -> Body:
+    if not raw.strip():
+        raise bad_request("the body is empty; send a JSON object")
     try:
         return _DECODER.decode(raw)
     except msgspec.ValidationError as error:
-        text = str(error)
-        unknown = _UNKNOWN.search(text)
-        path = _PATH.search(text)
-        top = path.group(1) if path is not None else None
-        if unknown is not None and top is None:
-            name = unknown.group(1)
-            raise bad_request(f"unrecognized field: {name}", name, "unknown_parameter") from None
-        raise bad_request(f"invalid request: {text}", top) from None
+        raise _invalid(str(error)) from None
     except msgspec.DecodeError as error:
         raise bad_request(f"the body is not valid JSON: {error}") from None
     except (RecursionError, UnicodeDecodeError):
         raise bad_request("the body is not valid JSON: nested too deep, or not UTF-8") from None
 
 
+def _invalid(text: str) -> ApiError:
+    """What msgspec found wrong, told by the field's whole path: messages[0].content[1].text."""
+    place = _PLACE.search(text)
+    assert place is not None  # it matches nothing, too
+    where = (place.group(1) or "").replace("[...]", "")
+    problem, field = text[: place.start()], _FIELD.search(text)
+    if field is None:
+        problem = problem[:1].lower() + problem[1:]
+        return bad_request(f"{where}: {problem}" if where else f"the body: {problem}", where or None)
+    param = f"{where}.{field.group(1)}" if where else field.group(1)
+    if "missing" in problem:
+        return bad_request(f"{param} is missing", param)
+    return bad_request(f"unrecognized field: {param}; leave it out", param, "unknown_parameter")
+
+
+def _internal(body: Body, from_router: bool) -> InternalRequest | None:
+    """What is in it is nobody's business but a router's: others learn only that it is refused."""
+    if bytes(body.kvbaton).strip() in (b"", b"null"):
+        return None
+    if not from_router:
+        raise bad_request("kvbaton is not accepted from clients; leave it out", "kvbaton")
+    try:
+        return _INTERNAL_DECODER.decode(body.kvbaton)
+    except msgspec.ValidationError as error:
+        raise bad_request(f"kvbaton: {error}", "kvbaton") from None
+
+
 def _refuse(endpoint: Endpoint, body: Body) -> None:
     for name in _COMPLETIONS_ONLY if endpoint == "chat" else _CHAT_ONLY:
         if getattr(body, name) is not None:
-            raise bad_request(f"unrecognized field for this endpoint: {name}", name, "unknown_parameter")
+            raise bad_request(f"unrecognized field for this endpoint: {name}; leave it out", name, "unknown_parameter")
     for name, harmless in _UNSUPPORTED.items():
         value = getattr(body, name)
         if value is not None and value not in harmless and not (name == "best_of" and value == body.n):
-            raise bad_request(f"{name} is not supported here", name, "unsupported_parameter")
+            raise bad_request(f"{name} is not supported here; leave it out", name, "unsupported_parameter")
     if body.kv_transfer_params is not None:
-        raise bad_request("kv_transfer_params is not accepted from clients", "kv_transfer_params")
+        raise bad_request("kv_transfer_params is not accepted from clients; leave it out", "kv_transfer_params")
 
 
 def _messages(body: Body, limits: RequestLimits) -> tuple[dict[str, str], ...]:
@@ -324,23 +362,30 @@ def _messages(body: Body, limits: RequestLimits) -> tuple[dict[str, str], ...]:
 def _message(i: int, message: Message) -> dict[str, str]:
     where = f"messages[{i}]"
     if message.role not in _ROLES:
-        raise bad_request(f"unknown role {message.role!r}; use one of {', '.join(_ROLES)}", f"{where}.role")
-    if message.tool_calls or message.function_call:
-        raise bad_request("tool calls are not supported here", f"{where}.tool_calls", "unsupported_parameter")
+        raise bad_request(f"unknown role {message.role[:40]!r}; use one of {', '.join(_ROLES)}", f"{where}.role")
+    for name in ("tool_calls", "function_call"):
+        if getattr(message, name):
+            raise bad_request(
+                "tool calls are not supported here; leave them out", f"{where}.{name}", "unsupported_parameter"
+            )
     match message.content:
         case None:
             raise bad_request("content must be a string or a list of text parts", f"{where}.content")
         case str() as text:
             content = text
         case parts:
-            for part in parts:
-                if part.type != "text" or part.text is None:
-                    raise bad_request(
-                        f"content parts of type {part.type!r} are not supported; only text is", f"{where}.content"
-                    )
-            content = "\n".join(part.text or "" for part in parts)
+            content = "\n".join(_text_of(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
     # "developer" is what newer OpenAI clients call the system message; chat templates know only "system".
-    return {"role": "system" if message.role == "developer" else message.role, "content": content}
+    plain = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    return plain if message.name is None else {**plain, "name": message.name}
+
+
+def _text_of(part: ContentPart, where: str) -> str:
+    if part.type != "text":
+        raise bad_request(f"content parts of type {part.type[:40]!r} are not supported; only text is", f"{where}.type")
+    if part.text is None:
+        raise bad_request("a content part of type 'text' needs a string as text", f"{where}.text")
+    return part.text
 
 
 def _prompts(body: Body, limits: RequestLimits) -> tuple[Prompt, ...]:
@@ -365,8 +410,13 @@ def _bounded(name: str, value: float | None, default: float, low: float, high: f
     if value is None:
         return default
     if not low <= value <= high:
-        raise bad_request(f"{name} must be between {low:g} and {high:g}, got {value:g}", name)
+        raise bad_request(f"{name} must be between {_plain(low)} and {_plain(high)}, got {_plain(value)}", name)
     return value
+
+
+def _plain(value: float) -> str:
+    """A number as people write it: no exponent where an integer does."""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 2**63 + 1 else repr(value)
 
 
 def _sampling(endpoint: Endpoint, body: Body, max_tokens: int | None, limits: RequestLimits) -> SamplingParams:
@@ -374,9 +424,11 @@ def _sampling(endpoint: Endpoint, body: Body, max_tokens: int | None, limits: Re
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise bad_request(f"{name} must be at least 1, got {max_tokens}", name)
     if body.top_p is not None and body.top_p <= 0:
-        raise bad_request(f"top_p must be above 0, got {body.top_p:g}", "top_p")
+        raise bad_request(f"top_p must be above 0, got {_plain(body.top_p)}", "top_p")
     if body.repetition_penalty is not None and body.repetition_penalty <= 0:
-        raise bad_request(f"repetition_penalty must be above 0, got {body.repetition_penalty:g}", "repetition_penalty")
+        raise bad_request(
+            f"repetition_penalty must be above 0, got {_plain(body.repetition_penalty)}", "repetition_penalty"
+        )
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > limits.max_stops:
         raise bad_request(f"at most {limits.max_stops} stop strings, got {len(stop)}", "stop")
@@ -429,10 +481,10 @@ def _logprobs(endpoint: Endpoint, body: Body, limits: RequestLimits) -> int | No
 
 def _logit_bias(bias: dict[str, float], limits: RequestLimits) -> dict[int, float]:
     if len(bias) > limits.max_logit_bias:
-        raise bad_request(f"at most {limits.max_logit_bias} entries", "logit_bias")
+        raise bad_request(f"logit_bias may have at most {limits.max_logit_bias} entries", "logit_bias")
     result = {}
     for key, value in bias.items():
         if not key.isascii() or not key.isdigit() or len(key) > 9:
-            raise bad_request(f"keys must be token ids, got {key[:20]!r}", "logit_bias")
+            raise bad_request(f"the keys of logit_bias must be token ids, got {key[:20]!r}", "logit_bias")
         result[int(key)] = _bounded("logit_bias", value, 0.0, -100.0, 100.0)
     return result

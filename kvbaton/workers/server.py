@@ -35,7 +35,7 @@ from kvbaton.workers.http import (
     method_not_allowed,
     not_found,
 )
-from kvbaton.workers.openai_errors import ApiError, bad_request, from_exception, unavailable
+from kvbaton.workers.openai_errors import ApiError, bad_request, from_exception, model_not_found, unavailable
 from kvbaton.workers.openai_request import (
     ApiRequest,
     Endpoint,
@@ -163,6 +163,8 @@ class WorkerServer:
                 answer = self.info()
             case path if path == f"/v1/models/{self.model_name}":
                 answer = self._card()
+            case path if path.startswith("/v1/models/"):
+                raise model_not_found(path.removeprefix("/v1/models/"), self.model_name)
             case path:
                 raise not_found(path)
         self._need(exchange, "GET")
@@ -227,14 +229,12 @@ class WorkerServer:
         options = self.options
         echo = clean_request_id(exchange.headers.get(b"x-request-id"))
         raw = await exchange.read_body(options.max_body_bytes, options.body_timeout_s)
-        request = parse(endpoint, raw, options.limits)
-        internal = self._internal(exchange, request)
+        request = parse(endpoint, raw, options.limits, from_router=self._has_key(exchange))
+        internal = self._internal(request)
         if self.state != "serving":
             raise unavailable(f"the worker is {self.state}", self.state)
         if request.model is not None and request.model != self.model_name:
-            raise ApiError(
-                404, f"the model {request.model[:100]!r} is not served here", param="model", code="model_not_found"
-            )
+            raise model_not_found(request.model, self.model_name)
         request_id = internal.request_id if internal is not None else secrets.token_hex(12)
         prompts = internal.prompt_token_ids if internal is not None else await self._tokenize(request)
         if internal is not None:
@@ -244,14 +244,10 @@ class WorkerServer:
         with self._unique(internal):
             return await exchange.until_disconnect(generation.run())
 
-    def _internal(self, exchange: Exchange, request: ApiRequest) -> InternalRequest | None:
+    @staticmethod
+    def _internal(request: ApiRequest) -> InternalRequest | None:
         internal = request.internal
-        if internal is None:
-            return None
-        if not self._has_key(exchange):
-            raise bad_request("kvbaton is not accepted from clients", "kvbaton")
-        num_prompts = max(1, len(request.prompts))
-        if len(internal.prompt_token_ids) != num_prompts:
+        if internal is not None and len(internal.prompt_token_ids) != max(1, len(request.prompts)):
             raise bad_request("kvbaton.prompt_token_ids must have one list for each prompt", "kvbaton")
         return internal
 

@@ -117,12 +117,20 @@ async def test_only_listed_headers_reach_a_worker(tokenizer: Tokenizer, info: by
     [
         b'"kvbaton":{"request_id":"x","prompt_token_ids":[[1]]}',
         b'"\\u006bvbaton":{"request_id":"x","prompt_token_ids":[[1]],"prefill":{"host":"10.0.0.1","port":1}}',
+        b'"kvbaton":{}',
         b'"kv_transfer_params":{"remote_host":"10.0.0.1"}',
     ],
 )
 async def test_clients_cannot_steer_a_hand_off(split: Fleet, extra: bytes) -> None:
-    status, _, _ = await split.post(b'{"prompt":"x",' + extra + b"}")
+    status, answer, _ = await split.post(b'{"prompt":"x",' + extra + b"}")
     assert status == 400 and not split.workers["d0"].requests
+    assert "is not accepted from clients" in answer["error"]["message"]  # and nothing of what it would have to be
+
+
+async def test_a_wrong_method_is_told_the_right_one(split: Fleet) -> None:
+    for method, path, allow in (("GET", "/v1/chat/completions", "POST"), ("POST", "/v1/models", "GET, HEAD")):
+        async with split.http.request(method, split.url + path) as response:
+            assert (response.status, response.headers["allow"]) == (405, allow)
 
 
 async def test_a_null_of_ours_does_not_hide_the_routers_own(split: Fleet) -> None:
@@ -141,11 +149,14 @@ async def test_bad_requests_never_reach_a_worker(split: Fleet) -> None:
         {"prompt": "x", "max_tokens": 600},
         {"prompt": "", "max_tokens": 1},
         {"prompt": "x", "unknown": 1},
+        {"prompt": "x", "logit_bias": {"99999999": 1}},
+        {"prompt": "x", "stop_token_ids": [99999999]},
     ]
     for body in bodies:
         status, answer, headers = await split.post(body)
         assert status == 400 and answer["error"]["message"] and "x-kvbaton-request-id" in headers, body
-    assert (await split.post({"prompt": "x", "model": "other"}))[0] == 404
+    status, answer, _ = await split.post({"prompt": "x", "model": "other"})
+    assert status == 404 and "'tiny'" in answer["error"]["message"]
     assert (await split.post(b"x" * (9 * 1024 * 1024)))[0] == 413
     assert not split.workers["d0"].requests and not split.workers["p0"].requests
     await split.settled()

@@ -119,7 +119,6 @@ def test_every_form_of_prompt(prompt: Any, num_prompts: int) -> None:
         ({"messages": HELLO}, "messages"),
         ({"nonsense": 1}, "nonsense"),
         ({"kv_transfer_params": {"remote_host": "10.0.0.1"}}, "kv_transfer_params"),
-        ({"kvbaton": {"request_id": "a", "prompt_token_ids": [], "remote": 1}}, "kvbaton"),
     ],
 )
 def test_completions_refused_by_name(body: dict[str, Any], param: str) -> None:
@@ -133,7 +132,23 @@ def test_completions_refused_by_name(body: dict[str, Any], param: str) -> None:
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [*HELLO, {"role": "user", "content": None}]}, "messages[1].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [*HELLO, {"content": "a"}]}, "messages[1].role"),
+        ({"messages": [*HELLO, {"role": 1, "content": "a"}]}, "messages[1].role"),
+        ({"messages": [*HELLO, "hello"]}, "messages[1]"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "function_call": {}, "tool_calls": [1]}]},
+            "messages[0].tool_calls",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
+            "messages[0].function_call",
+        ),
+        ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": HELLO * 2049}, "messages"),
         ({"prompt": "x"}, "prompt"),
@@ -149,6 +164,73 @@ def test_completions_refused_by_name(body: dict[str, Any], param: str) -> None:
 )
 def test_chat_refused_by_name(body: dict[str, Any], param: str) -> None:
     assert refusal("chat", {"messages": HELLO, **body}).param == param
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "message"),
+    [
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "a content part of type 'text' needs",
+        ),
+        ("chat", {"messages": [{"role": 1}]}, "messages[0].role: expected `str`, got `int`"),
+        ("chat", {"messages": [{}]}, "messages[0].role is missing"),
+        ("chat", {"messages": HELLO, "tools": [{}]}, "tools is not supported here; leave it out"),
+        ("chat", {"messages": HELLO, "nonsense": 1}, "unrecognized field: nonsense; leave it out"),
+        ("completions", {"prompt": "x", "top_k": 2**31 + 1}, "top_k must be between -1 and 2147483648, got 2147483649"),
+        ("completions", {"prompt": "x", "min_tokens": 3e9}, "min_tokens: expected `int | null`, got `float`"),
+        ("completions", {"prompt": "x", "temperature": 1000000}, "temperature must be between 0 and 2, got 1000000"),
+        ("completions", {"prompt": "x", "temperature": 2.5}, "temperature must be between 0 and 2, got 2.5"),
+        ("completions", {"prompt": "x", "seed": 2**64}, "seed must be between -9223372036854775808 and"),
+        ("completions", {"prompt": "x", "top_p": -1000000}, "top_p must be above 0, got -1000000"),
+        ("completions", {"prompt": "x", "logit_bias": {"a": 1}}, "the keys of logit_bias must be token ids, got 'a'"),
+        ("completions", {"prompt": "x", "logit_bias": {"1": None}}, "logit_bias: expected `float`, got `null`"),
+    ],
+)
+def test_messages_say_what_to_do(endpoint: Endpoint, body: dict[str, Any], message: str) -> None:
+    assert message in refusal(endpoint, body).message
+
+
+@pytest.mark.parametrize("raw", [b"", b" \n"])
+def test_an_empty_body_is_called_empty(raw: bytes) -> None:
+    assert refusal("chat", raw).message == "the body is empty; send a JSON object"
+
+
+@pytest.mark.parametrize("value", [{}, {"request_id": 5}, [], "x", {"request_id": "a", "prompt_token_ids": [[1]]}])
+def test_a_clients_internal_object_is_refused_unread(value: Any) -> None:
+    error = refusal("completions", {"prompt": "x", "kvbaton": value})
+    assert (error.message, error.param) == ("kvbaton is not accepted from clients; leave it out", "kvbaton")
+
+
+def test_a_routers_internal_object_is_read() -> None:
+    body = {"prompt": "x", "kvbaton": {"request_id": "a", "prompt_token_ids": [[1, 2]]}}
+    request = parse("completions", json.dumps(body).encode(), LIMITS, from_router=True)
+    assert request.internal is not None and request.internal.prompt_token_ids == ((1, 2),)
+    for broken in ({}, {"request_id": "a", "prompt_token_ids": [], "remote": 1}):
+        with pytest.raises(ApiError) as caught:
+            parse("completions", json.dumps({**body, "kvbaton": broken}).encode(), LIMITS, from_router=True)
+        assert caught.value.param == "kvbaton"
+
+
+def test_an_answer_can_be_sent_back_as_it_came() -> None:
+    """What OpenAI's client gets as a message, and what other servers put into theirs."""
+    answer = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+        "reasoning_content": "because",
+        "cache_control": {"type": "ephemeral"},
+    }
+    request = chat(messages=[*HELLO, answer, {"role": "user", "content": "and?", "name": "ann"}])
+    assert request.messages[1:] == (
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "and?", "name": "ann"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,6 +289,19 @@ class TestResolve:
         with pytest.raises(ApiError) as caught:
             self.resolve(completions(prompt=prompt), tokenizer)
         assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+    @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
+    def test_token_ids_outside_the_vocabulary_are_refused_by_name(self, tokenizer: Tokenizer, field: str) -> None:
+        last = tokenizer.vocab_size - 1
+        for token_id in (last, last + 1):
+            value: Any = {str(token_id): 1} if field == "logit_bias" else [token_id]
+            request = completions(prompt=[1], **{field: value})
+            if token_id == last:
+                assert self.resolve(request, tokenizer)
+                continue
+            with pytest.raises(ApiError) as caught:
+                self.resolve(request, tokenizer)
+            assert (caught.value.status, caught.value.param) == (400, field) and str(last) in caught.value.message
 
     def test_min_tokens_above_max_tokens(self, tokenizer: Tokenizer) -> None:
         with pytest.raises(ApiError) as caught:

@@ -159,8 +159,13 @@ async def test_health_ready_metrics_and_models(url: str, http: aiohttp.ClientSes
     ):
         async with http.get(url + path) as response:
             assert response.status == status, path
-    async with http.delete(url + "/v1/chat/completions") as response:
-        assert response.status == 405
+    for method, path, allow in (
+        ("DELETE", "/v1/chat/completions", "POST"),
+        ("GET", "/v1/completions", "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+    ):
+        async with http.request(method, url + path) as response:
+            assert (response.status, response.headers["allow"]) == (405, allow)
 
 
 async def test_internal_calls_need_the_key(url: str, http: aiohttp.ClientSession) -> None:
@@ -170,6 +175,8 @@ async def test_internal_calls_need_the_key(url: str, http: aiohttp.ClientSession
                 assert response.status == 403
     status, answer, _ = await post(http, url + "/v1/completions", {"prompt": "x", "kvbaton": internal()})
     assert (status, answer["error"]["param"]) == (400, "kvbaton")
+    _, unread, _ = await post(http, url + "/v1/completions", {"prompt": "x", "kvbaton": {}}, **{"x-kvbaton-key": "no"})
+    assert unread == answer
     async with http.get(url + "/internal/info", headers=WITH_KEY) as response:
         info = await response.json()
     assert info["incarnation"] == "a" and info["state"] == "serving" and info["max_context"] == 512
@@ -316,6 +323,15 @@ async def test_a_body_without_end_is_cut_off(url: str) -> None:
     async with asyncio.timeout(10):
         assert b" 413 " in await reader.readline()
     writer.close()
+
+
+async def test_an_unknown_model_is_told_which_one_is_served(url: str, http: aiohttp.ClientSession) -> None:
+    for status, answer, _ in (
+        await post(http, url + "/v1/completions", {"prompt": "x", "model": "other"}),
+        await post(http, url + "/v1/chat/completions", {**HELLO, "model": "other"}),
+    ):
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert "'other'" in answer["error"]["message"] and "'tiny'" in answer["error"]["message"]
 
 
 async def test_request_ids_are_echoed_and_never_keys(url: str, http: aiohttp.ClientSession) -> None:

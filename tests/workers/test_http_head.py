@@ -1,0 +1,90 @@
+"""What comes before a body, over real sockets: bounded, and answered in one shape when it is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from workers.scripted import serving
+
+from kvbaton.workers.http import Exchange, Receive, Scope, Send
+from kvbaton.workers.http_head import MAX_HEAD_BYTES
+
+GOOD = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nhi"
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    exchange = Exchange(scope, receive, send)
+    await exchange.answer(200, await exchange.read_body(1 << 20, 30.0))
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[tuple[str, int]]:
+    async with serving(echo) as url:
+        host, port = url.removeprefix("http://").split(":")
+        yield host, int(port)
+
+
+async def answer_to(address: tuple[str, int], *parts: bytes) -> bytes:
+    """Everything the server says until it closes the connection."""
+    reader, writer = await asyncio.open_connection(*address)
+    async with asyncio.timeout(20):
+        for part in parts:
+            writer.write(part)
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def refusal(answer: bytes) -> tuple[int, str | None]:
+    head, body = answer.split(b"\r\n\r\n", 1)
+    assert b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return int(head.split()[1]), error["code"]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 200_000 + b"\r\n\r\n"],
+        [b"GET / HTTP/1.1\r\nhost: x\r\nx-endless: ", *[b"a" * 10_000] * 20],
+        [b"GET / HTTP/1.1\r\n", *[b"x-many: a\r\n"] * 4000, b"\r\n"],
+        [b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n"],
+        [b"GET /endless", *[b"a" * 10_000] * 20],
+        [GOOD, b"GET / HTTP/1.1\r\nx-long: " + b"a" * 200_000 + b"\r\n\r\n"],
+    ],
+    ids=["one-line", "endless-line", "many-lines", "url", "endless-url", "second-request"],
+)
+async def test_a_head_without_measure_is_refused_with_431(address: tuple[str, int], parts: list[bytes]) -> None:
+    answer = await answer_to(address, *parts)
+    if parts[0] == GOOD:
+        ours, answer = answer.split(b"\r\n\r\nhi", 1)
+        assert b"200 OK" in ours
+    assert refusal(answer) == (431, "headers_too_large")
+
+
+async def test_a_head_just_within_the_bound_is_served(address: tuple[str, int]) -> None:
+    filler = b"a" * (MAX_HEAD_BYTES - 500)
+    request = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-filler: %s\r\ncontent-length: 3\r\n\r\nabc"
+    assert (await answer_to(address, request % filler)).endswith(b"\r\n\r\nabc")
+
+
+async def test_a_long_body_is_no_head(address: tuple[str, int]) -> None:
+    body = b"b" * (10 * MAX_HEAD_BYTES)
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    assert (await answer_to(address, head, body)).endswith(b"\r\n\r\n" + body)
+    chunks = [b"8000\r\n" + b"c" * 0x8000 + b"\r\n"] * 10
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert (await answer_to(address, head, *chunks, b"0\r\n\r\n")).endswith(b"c" * 0x8000 * 10)
+
+
+async def test_an_endless_trailer_ends_the_connection(address: tuple[str, int]) -> None:
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\nx-trailer: "
+    assert refusal(await answer_to(address, head, *[b"a" * 10_000] * 20)) == (431, "headers_too_large")
+
+
+async def test_what_is_not_http_gets_an_error_like_every_other(address: tuple[str, int]) -> None:
+    assert refusal(await answer_to(address, b"\x16\x03\x01 hello\r\n\r\n")) == (400, None)
