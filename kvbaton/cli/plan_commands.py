@@ -44,7 +44,7 @@ def print_json(answer: Any) -> None:
 
 
 @click.command("kv")
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option("--tokens", "-t", multiple=True, type=click.IntRange(1), help="Prompt length; repeat for more.")
 @click.option("--kv-dtype", default="auto", show_default=True, help="auto, bf16, fp8, mxfp8, int8_token_head, ...")
 @click.option("--tp", default=1, show_default=True, help="Tensor parallel ranks.")
@@ -53,9 +53,10 @@ def print_json(answer: Any) -> None:
 @click.option("--block-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens a block.")
 @click.option("--gpu", default="H100-SXM", show_default=True, help="For the prefill time behind the words.")
 @click.option("--fabric", multiple=True, help="Only these fabrics; repeat for more.")
+@click.option("--presets", is_flag=True, help="List GPUs, fabrics and prices with the source of each.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @refuses_bad_input
-def kv_command(model: str, **options: Any) -> None:
+def kv_command(model: str | None, **options: Any) -> None:
     """KV bytes per token and per prompt for MODEL, and the time to move them over each fabric.
 
     MODEL is a config.json, a directory with one, or a preset such as Llama-3.1-70B.
@@ -65,6 +66,11 @@ def kv_command(model: str, **options: Any) -> None:
     from kvbaton.plan.model_presets import find_preset
     from kvbaton.plan.model_shape import read_model
 
+    if options["presets"]:
+        _print_presets(options["as_json"])
+        return
+    if model is None:
+        raise LocalError("give a config.json, a directory or a preset", field="MODEL", fix="or --presets")
     shape = read_model(model) if Path(model).exists() else find_preset(model)
     if shape is None:
         shape = read_model(model)  # says what is missing
@@ -77,6 +83,30 @@ def kv_command(model: str, **options: Any) -> None:
         print_json(answer)
     else:
         _print_kv(answer, gpu.name)
+        click.echo(f"\n{gpu.name}: {gpu.source}")
+        for each in fabrics:
+            click.echo(f"{each.name}: {each.source}")
+
+
+def _print_presets(as_json: bool) -> None:
+    from kvbaton.plan import hardware
+
+    gpus, fabrics, prices = tuple(hardware.GPUS.values()), tuple(hardware.FABRICS.values()), hardware.PRICE_EXAMPLES
+    if as_json:
+        print_json({"checked": hardware.CHECKED, "gpus": gpus, "fabrics": fabrics, "prices": prices})
+        return
+    click.echo(f"compared with their sources on {hardware.CHECKED}")
+    for gpu in gpus:
+        fp8 = "no" if gpu.fp8_tflops is None else f"{gpu.fp8_tflops:g}"
+        click.echo(
+            f"{gpu.name}: bf16 {gpu.bf16_tflops:g} and fp8 {fp8} TFLOPS dense, {gpu.memory_gb:g} GB at "
+            f"{gpu.memory_gb_per_s:g} GB/s, link {gpu.link_gb_per_s:g} GB/s\n    {gpu.source}"
+        )
+    for each in fabrics:
+        low, high = each.efficiency_low, each.efficiency
+        click.echo(f"{each.name}: {each.gb_per_s:g} GB/s, of it {low:g} to {high:g}\n    {each.source}")
+    for price in prices:
+        click.echo(f"${price.usd_per_gpu_hour:.2f} a GPU hour: {price.what}, {price.as_of}\n    {price.source}")
 
 
 def _print_kv(answer: KVAnswer, gpu_name: str) -> None:

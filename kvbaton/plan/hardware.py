@@ -1,7 +1,9 @@
 """Accelerator and fabric presets with their sources, and dated price examples.
 
 Peak numbers are the vendors' dense ones, with float32 accumulation where they differ; what is reached of them is the
-step model's business (MFU, MBU). Prices are inputs: the examples only show the form.
+step model's business (MFU, MBU). Every figure was compared with the public page or document that its source names, on
+the day in ``CHECKED``; where the figure is an assumption the source says so. Prices are inputs: the examples only show
+the form and how far apart real ones lie.
 """
 
 from __future__ import annotations
@@ -26,20 +28,48 @@ class Gpu(msgspec.Struct, frozen=True):
         return tflops * 1e12
 
 
+CHECKED = "2026-11-29"
+
+A100 = (
+    "NVIDIA A100 datasheet nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf, SXM, "
+    "by glennklockwood.com/garden/processors/A100"
+)
+HOPPER = "NVIDIA H100 datasheet by glennklockwood.com/garden/processors/h100 (dense: half of the sparse figures)"
+
 GPUS = {
     each.name.lower(): each
     for each in (
-        Gpu("A100-80G", 312, None, 80, 2039, 300, "NVIDIA A100 80GB SXM datasheet (2021)"),
-        Gpu("H100-SXM", 989, 1979, 80, 3350, 450, "NVIDIA H100 SXM datasheet, half of the sparse figures"),
-        Gpu("H200-SXM", 989, 1979, 141, 4800, 450, "NVIDIA H200 SXM datasheet, half of the sparse figures"),
-        Gpu("B200", 2250, 4500, 180, 7700, 900, "NVIDIA HGX B200, an eighth of it, half of the sparse figures"),
-        Gpu("L40S", 362, 733, 48, 864, 32, "NVIDIA L40S datasheet; GPUs meet over PCIe 4 x16"),
-        Gpu("RTX-4090", 165, 330, 24, 1008, 32, "NVIDIA Ada GPU architecture paper, FP32 accumulate; PCIe 4 x16"),
-        Gpu("RTX-PRO-6000", 503, 1007, 96, 1597, 64, "NVIDIA RTX PRO 6000 Blackwell Server Edition; PCIe 5 x16"),
-        Gpu("MI300X", 1307, 2614, 192, 5300, 448, "AMD Instinct MI300X datasheet; 7 x 64 GB/s Infinity Fabric"),
-        Gpu("Trainium2", 667, 1299, 96, 2900, 512, "AWS Neuron documentation, Trainium2 architecture, one chip"),
+        Gpu("A100-80G", 312, None, 80, 2039, 300, A100),
+        Gpu("H100-SXM", 989, 1979, 80, 3350, 450, HOPPER),
+        Gpu("H200-SXM", 989, 1979, 141, 4800, 450, f"compute as {HOPPER}; memory by aiwiki.ai/wiki/nvidia_h200"),
+        Gpu(
+            "B200", 2250, 4500, 180, 8000, 900,
+            "HGX at 1,000 W: compute by glennklockwood.com/garden/processors/B200; 8.0 TB/s, and NVLink 1.8 TB/s both "
+            "ways, by docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview; 180 GB by "
+            "lambda.ai/instances",
+        ),
+        Gpu(
+            "L40S", 362, 733, 48, 864, 32,
+            "NVIDIA L40S datasheet by mullet.se/product.html?product_id=355414; PCIe 4 x16, 64 GB/s both ways",
+        ),
+        Gpu("RTX-4090", 165, 330, 24, 1008, 32, "waredb.com/processor/nvidia-geforce-rtx-4090; PCIe 4 x16"),
+        Gpu(
+            "RTX-PRO-6000", 468, 936, 96, 1597, 64,
+            "Server Edition: 1,597 GB/s by NVIDIA datasheet 4682150 (2025-12); compute at its 2,430 MHz by "
+            "github.com/ai-dynamo/aiconfigurator, systems/rtx_pro_6000_server.yaml; PCIe 5 x16",
+        ),
+        Gpu(
+            "MI300X", 1307, 2615, 192, 5300, 448,
+            "amd.com/content/dam/amd/en/documents/instinct-tech-docs/data-sheets/amd-instinct-mi300x-data-sheet.pdf by "
+            "arxiv.org/pdf/2510.27583 and ROCm docs; 7 links of 64 GB/s one way",
+        ),
+        Gpu(
+            "Trainium2", 667, 1299, 103, 2900, 512,
+            "awsdocs-neuron.readthedocs-hosted.com/en/latest, neuron-hardware/trainium2: one chip, 96 GiB; the "
+            "1,024 GB/s within an instance taken as both ways together",
+        ),
     )
-}
+}  # fmt: skip
 
 
 class Fabric(msgspec.Struct, frozen=True):
@@ -50,7 +80,7 @@ class Fabric(msgspec.Struct, frozen=True):
     efficiency: float
     efficiency_low: float
     startup_ms: float
-    note: str
+    source: str
 
     @property
     def effective_bytes_per_s(self) -> float:
@@ -64,23 +94,29 @@ class Fabric(msgspec.Struct, frozen=True):
         return self.startup_ms / 1e3 + num_bytes / self.effective_bytes_per_s if num_bytes else 0.0
 
 
-RDMA = "RDMA engine: 0.74 measured on 8 x 200G RoCE (Mooncake, Qwen3-8B), 0.70 to 0.86 reported"
-TCP = "kernel TCP: 0.36 of 4 x 200G, 0.10 of 8 x 400G (Mooncake transfer engine, compared with TCP)"
+MOONCAKE = "github.com/kvcache-ai/Mooncake"
+RDMA = (
+    f"line rate: bits / 8; 0.74 of 8 x 200G RoCE in {MOONCAKE} docs/source/performance, 0.87 of 4 x 200G in its README"
+)
+TCP = (
+    f"line rate: bits / 8; 0.36 of 4 x 200G and 0.10 of 8 x 400G: the RDMA rates of {MOONCAKE} README over 2.4 and 4.6"
+)
+ALONE = "efficiency is an assumption, not a measurement"
 FABRICS = {
     each.name: each
     for each in (
-        Fabric("25G-tcp", 3.125, 0.60, 0.40, 0.5, "kernel TCP over 25 Gb/s: one stream nearly fills a slow line"),
+        Fabric("25G-tcp", 3.125, 0.60, 0.40, 0.5, f"line rate: bits / 8; kernel TCP; {ALONE}"),
         Fabric("100G-tcp", 12.5, 0.36, 0.20, 0.5, TCP),
         Fabric("100G", 12.5, 0.80, 0.70, 0.374, RDMA),
         Fabric("200G", 25.0, 0.80, 0.70, 0.374, RDMA),
         Fabric("400G", 50.0, 0.80, 0.70, 0.374, RDMA),
-        Fabric("800G", 100.0, 0.78, 0.70, 0.374, RDMA),
+        Fabric("800G", 100.0, 0.80, 0.70, 0.374, RDMA),
         Fabric("8x200G", 200.0, 0.74, 0.70, 0.374, RDMA),
-        Fabric("8x400G", 400.0, 0.70, 0.47, 0.374, RDMA),
-        Fabric("PCIe4-x16", 32.0, 0.80, 0.70, 0.05, "PCIe 4.0 x16, one direction"),
-        Fabric("PCIe5-x16", 64.0, 0.80, 0.70, 0.05, "PCIe 5.0 x16, one direction"),
-        Fabric("NVLink4", 450.0, 0.80, 0.70, 0.03, "H100 and H200, 18 links, one direction"),
-        Fabric("shm", 10.0, 0.70, 0.40, 0.2, "memory copy between two processes of one host, one core"),
+        Fabric("8x400G", 400.0, 0.475, 0.40, 0.374, f"line rate: bits / 8; 190 GB/s measured, {MOONCAKE} README"),
+        Fabric("PCIe4-x16", 31.5, 0.80, 0.70, 0.05, f"16 GT/s x 16 lanes, 128b/130b, one way; {ALONE}"),
+        Fabric("PCIe5-x16", 63.0, 0.80, 0.70, 0.05, f"32 GT/s x 16 lanes, 128b/130b, one way; {ALONE}"),
+        Fabric("NVLink4", 450.0, 0.80, 0.70, 0.03, f"H100 and H200: 900 GB/s both ways, {HOPPER}; {ALONE}"),
+        Fabric("shm", 10.0, 0.70, 0.40, 0.2, f"a memory copy by one core: measure yours with kvbaton link; {ALONE}"),
     )
 }
 
@@ -94,10 +130,15 @@ class PriceExample(msgspec.Struct, frozen=True):
     source: str
 
 
+LAMBDA = "lambda.ai/instances, eight GPUs on demand"
+DEEPSEEK = "github.com/deepseek-ai/open-infra-index, day 6: an assumed lease price"
 PRICE_EXAMPLES = (
-    PriceExample(
-        "H100, eight GPUs at $2 an hour each", 2.0, "2025-02", "DeepSeek open-source week, assumed H800 price"
-    ),
+    PriceExample("H800", 2.00, "2025-02-28", DEEPSEEK),
+    PriceExample("A100-80G", 2.79, "2026-09-20", LAMBDA),
+    PriceExample("H100-SXM", 3.99, "2026-09-20", LAMBDA),
+    PriceExample("B200", 6.69, "2026-09-20", LAMBDA),
+    PriceExample("H100-SXM", 2.69, "2026-11-09", "runpod.io/pricing, Community Cloud"),
+    PriceExample("H100-SXM", 6.88, "2026-11-09", "AWS p5.48xlarge on demand, us-east-1, an eighth of $55.04"),
 )
 
 

@@ -45,7 +45,7 @@ class LinkFit(msgspec.Struct, frozen=True):
 
 
 def from_fabric(fabric: Fabric) -> LinkModel:
-    return LinkModel(fabric.startup_ms / 1e3, fabric.effective_bytes_per_s, f"preset {fabric.name}: {fabric.note}")
+    return LinkModel(fabric.startup_ms / 1e3, fabric.effective_bytes_per_s, f"preset {fabric.name}: {fabric.source}")
 
 
 def fit_link(rows: list[LinkRow], source: str = "fitted") -> LinkFit:

@@ -10,6 +10,7 @@ def render(answer: Answer) -> str:
     if answer.measure_next:
         lines.append(f"  measure next: {'; '.join(answer.measure_next)}")
     lines.append(f"  {answer.num_gpus} GPUs; {answer.slo}; {answer.num_simulations} simulations")
+    lines += [f"  steps: {answer.step_source}", f"  link: {answer.link_source}"]
     lines += [f"  note: {text}" for text in answer.warnings]
     lines += _arm("single pool", answer.colocated)
     if answer.split is not None:

@@ -199,7 +199,12 @@ class Engine:
 
     @property
     def source(self) -> str:
-        return self.profile.step.source if self.profile else "roofline with round constants"
+        if self.profile:
+            return self.profile.step.source
+        hw = self.scenario.hardware
+        names = dict.fromkeys((hw.gpu, hw.decode_gpu or hw.gpu))
+        peaks = "; ".join(f"{found.name}: {found.source}" for found in map(hardware.gpu, names))
+        return f"roofline with round constants over the peaks of {peaks}"
 
     def price(self, decode: bool = False) -> float:
         """Dollars for one GPU hour."""
