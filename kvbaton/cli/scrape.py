@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
 from kvbaton.types import RemoteError
 
 DEADLINE_S = 10.0
-SELECTOR = '{__name__=~"vllm:.*|sglang:.*|kvbaton_.*"}'
+SELECTOR = '{__name__=~"vllm:.*|sglang:.*|kvbaton_.*|process_start_time_seconds"}'
+OURS = ("vllm:", "sglang:", "kvbaton_")
 
 
 def fetch(url: str) -> str:
@@ -25,6 +26,10 @@ def fetch(url: str) -> str:
     try:
         with urlopen(url, timeout=DEADLINE_S) as answer:
             return answer.read().decode("utf-8", "replace")
+    except HTTPError as error:
+        with error:
+            said = error.read(2000).decode("utf-8", "replace").strip()
+        raise RemoteError(f"{url} answered {error.code}: {said or error.reason}", field="SOURCES") from None
     except (URLError, OSError, ValueError) as error:
         raise RemoteError(f"cannot scrape {url}: {error}", field="SOURCES") from None
 
@@ -52,11 +57,23 @@ def from_prometheus(base_url: str, interval_s: float) -> tuple[list[str], list[s
 
 def _instant(base_url: str, at_s: float) -> dict[str, str]:
     query = urlencode({"query": SELECTOR, "time": f"{at_s:.3f}"})
-    answer = json.loads(fetch(f"{base_url.rstrip('/')}/api/v1/query?{query}"))
+    text = fetch(f"{base_url.rstrip('/')}/api/v1/query?{query}")
+    try:
+        answer = json.loads(text)
+        if answer["status"] != "success":
+            raise RemoteError(f"Prometheus: {answer.get('error', answer['status'])}", field="--prometheus")
+        samples = [(dict(each["metric"]), each["value"][1]) for each in answer["data"]["result"]]
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise RemoteError(
+            f"{base_url} does not speak Prometheus' query API: {text[:80]!r}", field="--prometheus"
+        ) from None
     texts: dict[str, list[str]] = {}
-    for series in answer.get("data", {}).get("result", ()):
-        labels = dict(series["metric"])
+    for labels, value in samples:
         name, instance = labels.pop("__name__"), labels.get("instance", "")
-        inner = ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(labels.items()))
-        texts.setdefault(instance, []).append(f"{name}{{{inner}}} {series['value'][1]}")
-    return {instance: "\n".join(lines) for instance, lines in texts.items()}
+        inner = ",".join(f"{key}={json.dumps(label)}" for key, label in sorted(labels.items()))
+        texts.setdefault(instance, []).append(f"{name}{{{inner}}} {value}")
+    return {
+        instance: "\n".join(lines)
+        for instance, lines in texts.items()
+        if any(line.startswith(OURS) for line in lines)  # others' process start times came along
+    }

@@ -35,7 +35,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "prefill_busy": ("kvbaton_worker_prefill_busy_seconds_total",),
     "decode_busy": ("kvbaton_worker_decode_busy_seconds_total",),
     "queried_tokens": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
-    "preemptions": ("vllm:num_preemptions_total", "sglang:num_retractions_total", "kvbaton_worker_preemptions_total"),
+    "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total",
+                    "sglang:num_retractions_total", "kvbaton_worker_preemptions_total"),
+    "started": ("process_start_time_seconds",),
     "requests": ("vllm:request_success_total", "sglang:num_requests_total", "kvbaton_worker_requests_total"),
     "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "kvbaton_worker_waiting_requests"),
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs", "kvbaton_worker_running_requests"),
@@ -53,11 +55,17 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-Scrape = dict[str, dict[tuple[tuple[str, str], ...], float]]
+# SGLang can report the same figures from every rank of one server; ranks that share the work share the numbers.
+RANKS = frozenset(("tp_rank", "pp_rank", "moe_ep_rank"))
+SHARES = frozenset(("kv_usage", "hit_rate"))  # a share of several engines is their mean, not their sum
+
+Labels = tuple[tuple[str, str], ...]
+Scrape = dict[str, dict[Labels, float]]
 
 
 def parse_metrics(text: str) -> Scrape:
-    """Prometheus text into name -> labels -> value. Lines that are not samples are skipped."""
+    """Prometheus text into name -> labels -> value. Lines that are not samples are skipped, and so are values that are
+    not numbers (NaN): what an engine cannot say is not reported."""
     found: Scrape = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
@@ -65,11 +73,14 @@ def parse_metrics(text: str) -> Scrape:
         match = _LINE.match(line.strip())
         if match is None:
             continue
-        labels = tuple(sorted(_LABEL.findall(match[2] or "")))
+        labels = tuple(sorted(pair for pair in _LABEL.findall(match[2] or "") if pair[0] not in RANKS))
         try:
-            found.setdefault(match[1], {})[labels] = float(match[3])
+            value = float(match[3])
         except ValueError:
             continue
+        if isfinite(value):
+            series = found.setdefault(match[1], {})
+            series[labels] = max(value, series.get(labels, value))
     if not any(name.split(":")[0] in ("vllm", "sglang", "kvbaton") or name.startswith("kvbaton_") for name in found):
         raise LocalError("no metrics of vLLM, SGLang or kvbaton in this scrape", field="metrics",
                          fix="give the text of a worker's /metrics")  # fmt: skip
@@ -129,7 +140,7 @@ def window(before: Iterable[str], after: Iterable[str], seconds: float) -> Windo
     gaps = _histogram(pairs, "gap")
     return Window(
         seconds=seconds,
-        workers=len(pairs),
+        workers=sum(_works(new) for _, new in pairs) or len(pairs),
         prompt_tokens=prompts,
         output_tokens=grown("output_tokens"),
         cached_share=cached,
@@ -150,35 +161,53 @@ def window(before: Iterable[str], after: Iterable[str], seconds: float) -> Windo
     )
 
 
+def _works(scrape: Scrape) -> bool:
+    """A router's metrics come along, but it is no worker."""
+    return any(_series(scrape, name) is not None for name in ("running", "output_tokens", "kv_usage"))
+
+
 def _sum(scrape: Scrape, quantity: str, suffix: str = "") -> float | None:
-    for name in NAMES[quantity]:
-        series = scrape.get(name + suffix)
-        if series is not None:
-            return sum(series.values())
-    return None
+    series = _series(scrape, quantity, suffix)
+    if series is None:
+        return None
+    total = sum(series.values())
+    return total / len(series) if quantity in SHARES else total
+
+
+def _series(scrape: Scrape, quantity: str, suffix: str = "") -> dict[Labels, float] | None:
+    return next((scrape[name + suffix] for name in NAMES[quantity] if scrape.get(name + suffix)), None)
 
 
 def _grown(old: Scrape, new: Scrape, quantity: str, suffix: str) -> float | None:
-    before, after = _sum(old, quantity, suffix), _sum(new, quantity, suffix)
+    """Growth of every series on its own: an engine that restarted counts from zero, the others go on."""
+    after = _series(new, quantity, suffix)
     if after is None:
         return None
-    # A worker that restarted in between counts from zero.
-    return after - before if before is not None and after >= before else after
+    before = {} if _restarted(old, new) else _series(old, quantity, suffix) or {}
+    return sum(value - before.get(labels, 0.0) if value >= before.get(labels, 0.0) else value
+               for labels, value in after.items())  # fmt: skip
+
+
+def _restarted(old: Scrape, new: Scrape) -> bool:
+    """A process that is younger than the first scrape: its counters say nothing of before, however high they are."""
+    before, after = _sum(old, "started"), _sum(new, "started")
+    return before is not None and after is not None and after > before + 1.0
 
 
 def _histogram(pairs: list[tuple[Scrape, Scrape]], quantity: str) -> dict[float, float]:
     """Cumulative counts by upper edge, grown between the scrapes, all workers together."""
     counts: dict[float, float] = {}
     for old, new in pairs:
-        for name in NAMES[quantity]:
-            series = new.get(f"{name}_bucket")
-            if series is None:
-                continue
-            for labels, value in series.items():
-                edge = float(dict(labels)["le"].replace("+Inf", "inf"))
-                earlier = old.get(f"{name}_bucket", {}).get(labels, 0.0)
-                counts[edge] = counts.get(edge, 0.0) + (value - earlier if value >= earlier else value)
-            break
+        after = _series(new, quantity, "_bucket")
+        if after is None:
+            continue
+        before = {} if _restarted(old, new) else _series(old, quantity, "_bucket") or {}
+        for labels, value in after.items():
+            # The bucket of all tells whether this histogram began anew: smaller edges may by chance have grown.
+            whole = tuple(sorted({**dict(labels), "le": "+Inf"}.items()))
+            anew = after.get(whole, 0.0) < before.get(whole, 0.0)
+            edge = float(dict(labels)["le"].replace("+Inf", "inf"))
+            counts[edge] = counts.get(edge, 0.0) + value - (0.0 if anew else before.get(labels, 0.0))
     return counts
 
 
