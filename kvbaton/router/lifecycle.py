@@ -1,7 +1,8 @@
 """The life of one request in the router: a transition table and nothing else.
 
 Invariants: an event that the table does not allow in a state raises, leaves the state unchanged, and tells the story so
-far; after the first byte of a stream there is no way back to another attempt; every terminal state is final.
+far; after the first byte of a stream nothing starts over: it is continued by a replay, or it ends; attempts and replays
+are bounded; every terminal state is final.
 Knows nothing about sockets, clocks or workers. docs/lifecycle.md is generated from ``TRANSITIONS``.
 """
 
@@ -16,6 +17,8 @@ class State(StrEnum):
     DISPATCHED = "dispatched"  # a worker has it; nothing was sent to the client yet
     RETRYING = "retrying"  # the attempt failed and another worker will be asked
     STREAMING = "streaming"  # the first bytes of a stream are with the client
+    RESUMING = "resuming"  # its worker failed in the middle; another one will be asked to go on
+    REPLAYING = "replaying"  # another worker has the prompt and what was generated; nothing of its own came yet
     DONE = "done"
     REJECTED = "rejected"  # refused by us or by a worker, with the client's fault or for want of room
     FAILED = "failed"  # answered with a 5xx
@@ -30,6 +33,7 @@ class Event(StrEnum):
     RETRY = "retry"
     DEFER = "defer"
     FIRST_BYTES = "first_bytes"
+    RESUME = "resume"
     COMPLETE = "complete"
     FAIL = "fail"
     CLIENT_GONE = "client_gone"
@@ -57,8 +61,18 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (S.RETRYING, E.FAIL): S.FAILED,
     (S.RETRYING, E.CLIENT_GONE): S.CANCELLED,
     (S.STREAMING, E.COMPLETE): S.DONE,
+    (S.STREAMING, E.RESUME): S.RESUMING,
     (S.STREAMING, E.FAIL): S.BROKEN,
     (S.STREAMING, E.CLIENT_GONE): S.CANCELLED,
+    (S.RESUMING, E.DISPATCH): S.REPLAYING,
+    (S.RESUMING, E.FAIL): S.BROKEN,
+    (S.RESUMING, E.CLIENT_GONE): S.CANCELLED,
+    (S.REPLAYING, E.FIRST_BYTES): S.STREAMING,
+    (S.REPLAYING, E.COMPLETE): S.DONE,
+    (S.REPLAYING, E.RESUME): S.RESUMING,
+    (S.REPLAYING, E.DEFER): S.RESUMING,
+    (S.REPLAYING, E.FAIL): S.BROKEN,
+    (S.REPLAYING, E.CLIENT_GONE): S.CANCELLED,
 }
 TERMINAL = frozenset(State) - {state for state, _ in TRANSITIONS}
 # what the request counter calls each end
@@ -76,17 +90,20 @@ class IllegalTransition(AssertionError):
 
 
 class Lifecycle:
-    """State and history of one request. One retry: ``max_attempts`` is 2 unless told otherwise."""
+    """State and history of one request: one retry before the first byte, ``max_replays`` replays after it."""
 
-    def __init__(self, max_attempts: int = 2) -> None:
+    def __init__(self, max_attempts: int = 2, max_replays: int = 2) -> None:
         self.state = State.RECEIVED
         self.history: list[tuple[State, Event]] = []
         self.num_attempts = 0
+        self.num_replays = 0
         self._max_attempts = max_attempts
+        self._max_replays = max_replays
 
     def on(self, event: Event) -> State:
         following = TRANSITIONS.get((self.state, event))
-        if following is None or (event is Event.RETRY and not self.may_retry):
+        spent = (event is Event.RETRY and not self.may_retry) or (event is Event.RESUME and not self.may_resume)
+        if following is None or spent:
             story = " ".join(f"{state} -{happened}->" for state, happened in self.history)
             raise IllegalTransition(f"{event} cannot happen in {story} {self.state}")
         self.history.append((self.state, event))
@@ -95,11 +112,17 @@ class Lifecycle:
             self.num_attempts += 1
         elif event is Event.DEFER:  # nothing went wrong: it was only too early
             self.num_attempts -= 1
+        elif event is Event.RESUME:
+            self.num_replays += 1
         return following
 
     @property
     def may_retry(self) -> bool:
         return self.state is State.DISPATCHED and self.num_attempts < self._max_attempts
+
+    @property
+    def may_resume(self) -> bool:
+        return self.state in (State.STREAMING, State.REPLAYING) and self.num_replays < self._max_replays
 
     @property
     def ended(self) -> bool:
@@ -116,8 +139,11 @@ def render_markdown() -> str:
         "# The life of a request in the router",
         "",
         "Generated from `kvbaton/router/lifecycle.py`; a test compares the two. An event that is not drawn raises.",
-        "`retry` happens at most once, and never after the first bytes of a stream went to the client. `defer` is no",
-        "failure: no worker had room, and the request waits for its next turn.",
+        "`retry` happens at most once, and never after the first bytes of a stream went to the client. From then on",
+        "`resume` continues the stream on another worker, which is given the prompt and what was generated so far; at",
+        "most `max_replays` times, and never when the client asked for no replay. `defer` is no failure: no worker had",
+        "room, and the request waits for its next turn. Who retries what, and what the client sees, is in",
+        "[failures.md](failures.md).",
         "",
         "```mermaid",
         "stateDiagram-v2",

@@ -36,12 +36,28 @@ def test_one_retry_and_none_after_the_first_bytes() -> None:
     assert not life.may_retry
     with pytest.raises(IllegalTransition, match="received -accept-> admitted -dispatch-> dispatched -retry->"):
         life.on(Event.RETRY)
-    streaming = Lifecycle()
+    streaming = Lifecycle(max_replays=0)
     for event in (Event.ACCEPT, Event.DISPATCH, Event.FIRST_BYTES):
         streaming.on(event)
     with pytest.raises(IllegalTransition):
         streaming.on(Event.RETRY)
+    with pytest.raises(IllegalTransition):
+        streaming.on(Event.RESUME)
     assert streaming.state is State.STREAMING
+
+
+def test_a_stream_is_continued_a_bounded_number_of_times() -> None:
+    life = Lifecycle(max_replays=2)
+    for event in (Event.ACCEPT, Event.DISPATCH, Event.FIRST_BYTES, Event.RESUME, Event.DISPATCH, Event.DEFER):
+        life.on(event)
+    assert life.state is State.RESUMING and life.num_replays == 1, "waiting for room is not another replay"
+    for event in (Event.DISPATCH, Event.RESUME, Event.DISPATCH, Event.FIRST_BYTES):
+        life.on(event)
+    assert life.state is State.STREAMING and not life.may_resume
+    with pytest.raises(IllegalTransition):
+        life.on(Event.RESUME)
+    life.on(Event.FAIL)
+    assert life.state is State.BROKEN
 
 
 @settings(deadline=None)
@@ -56,7 +72,8 @@ def test_any_sequence_of_events_keeps_the_invariants(events: list[Event]) -> Non
             assert (life.state, life.history) == (before, history)
         else:
             assert before not in TERMINAL and TRANSITIONS[before, event] is life.state
-        assert life.num_attempts <= 2
+        assert life.num_replays <= 2
+        assert life.num_attempts <= 2 + life.num_replays
         assert life.ended == (life.state in TERMINAL)
 
 
