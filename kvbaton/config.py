@@ -72,8 +72,11 @@ class MemberSettings:
     url: str
     role: Role = "both"
     name: str = ""  # in headers, logs and metrics; empty: role and position, such as decode-1
+    kv_address: str = ""  # host:port where peers reach its hand-off server; empty: where the worker says
 
     def __post_init__(self) -> None:
+        if self.kv_address and re.fullmatch(r"[A-Za-z0-9_.\[\]:-]+:[0-9]{1,5}", self.kv_address) is None:
+            raise LocalError(f"kv_address {self.kv_address!r} is not host:port", field="workers.kv_address")
         if re.fullmatch(r"http://[A-Za-z0-9_.\[\]:-]+", self.url) is None:
             raise LocalError(f"worker url {self.url!r} is not http://host:port", field="workers.url")
 

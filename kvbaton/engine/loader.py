@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.pool import KVPool
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 WEIGHT_FORMATS = ("native", "int8", "int4")
+Shared = Literal["", "wanted", "needed"]
 BACKENDS = ("auto", "native", "torch")
 MIB = 1024 * 1024
 
@@ -74,8 +75,9 @@ class LoadedModel:
     backend: str  # what runs, in words: "native bfloat16 (amx)", "torch float32 on cpu"
 
 
-def load(options: LoadOptions, incarnation: str = "", shared: bool = False) -> LoadedModel:
-    """Load everything. ``shared`` puts the KV pool in a named segment that a peer on this host can map."""
+def load(options: LoadOptions, incarnation: str = "", shared: Shared = "") -> LoadedModel:
+    """Load everything. ``shared`` puts the KV pool in a named segment that a peer on this host can map: ``needed``
+    fails where shared memory is short, ``wanted`` then takes memory of its own."""
     model_dir = options.model_dir or default_model_dir()
     if not (model_dir / "config.json").is_file():
         raise LocalError(f"no config.json in {model_dir}", field="model", fix="give a Hugging Face model directory")
@@ -91,9 +93,7 @@ def load(options: LoadOptions, incarnation: str = "", shared: bool = False) -> L
     max_context = min(options.max_context or config.max_context, config.max_context)
     num_blocks = options.num_kv_blocks or max(1, options.kv_memory_bytes // layout.block_bytes)
     model, backend, device = _make_model(options, config, weights, layout)
-    pool = KVPool(
-        SharedPool.create(layout, num_blocks, segment_name(incarnation) if shared else None, incarnation), device=device
-    )
+    pool = KVPool(_make_pool(layout, num_blocks, incarnation, shared), device=device)
     log.info("model %s: %s, %d KV blocks of %d tokens", model_dir.name, backend, num_blocks, options.block_size)
     return LoadedModel(
         config=config,
@@ -105,6 +105,17 @@ def load(options: LoadOptions, incarnation: str = "", shared: bool = False) -> L
         max_context=max_context,
         backend=backend,
     )
+
+
+def _make_pool(layout: KVLayout, num_blocks: int, incarnation: str, shared: Shared) -> SharedPool:
+    if shared:
+        try:
+            return SharedPool.create(layout, num_blocks, segment_name(incarnation), incarnation)
+        except LocalError as error:
+            if shared == "needed":
+                raise
+            log.warning("the KV pool is not in shared memory: %s", error)
+    return SharedPool.create(layout, num_blocks, None, incarnation)
 
 
 def _make_model(options: LoadOptions, config: ModelConfig, weights: dict, layout: KVLayout) -> tuple[Model, str, str]:

@@ -340,8 +340,9 @@ class Metrics:
         for metric in METRICS:
             if metric.where == where and not metric.stat:
                 self._by_name[metric.name] = self._make(metric)
-        if stats is not None:
-            self._registry.register(_StatsCollector(where, role, stats))
+        self._stats = _StatsCollector(where, role, stats) if stats is not None else None
+        if self._stats is not None:
+            self._registry.register(self._stats)
 
     def _make(self, metric: Metric) -> Counter | Gauge | Histogram:
         if metric.kind == "histogram":
@@ -371,6 +372,11 @@ class Metrics:
         """Drop one series, so that a member that left does not stay in the exposition."""
         self._by_name[name].remove(*labels)
 
+    def set_role(self, role: str) -> None:
+        """From now on the process is of this role; what it counted before moves with it."""
+        assert self._stats is not None
+        self._stats.role = role
+
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 
@@ -378,7 +384,7 @@ class Metrics:
 class _StatsCollector(Collector):
     def __init__(self, where: Where, role: str, stats: Callable[[], Any]) -> None:
         self._metrics = [m for m in METRICS if m.where == where and m.stat]
-        self._role = role
+        self.role = role
         self._stats = stats
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
@@ -386,7 +392,7 @@ class _StatsCollector(Collector):
         for metric in self._metrics:
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = kind(metric.name.removesuffix("_total"), metric.help, labels=metric.labels)
-            family.add_metric([self._role], float(getattr(stats, metric.stat)))
+            family.add_metric([self.role], float(getattr(stats, metric.stat)))
             yield family
 
 

@@ -24,6 +24,7 @@ from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.blocks import block_hashes
 from kvbaton.observe.log import event as log_event
 from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
+from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Call, Dispatcher, Flight
 from kvbaton.router.lifecycle import Event
 from kvbaton.router.policy import RequestView
@@ -92,6 +93,7 @@ class Gateway:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self.state = "serving"
         self.open = OpenRequests()
+        self._changes = FleetChanges(registry, key, clock)
         self.drain_requested = asyncio.Event()
 
     async def drain(self, deadline_s: float) -> bool:
@@ -323,7 +325,7 @@ class Gateway:
             "members": [
                 {
                     "name": member.name,
-                    "role": member.settings.role,
+                    "role": member.role,
                     "state": member.state,
                     "reason": member.reason,
                     "inflight": member.own_requests,
@@ -349,6 +351,10 @@ class Gateway:
                     self._registry.set_members(_MEMBERS.decode(raw))
                 except (msgspec.MsgspecError, LocalError) as error:
                     raise bad_request(str(error), "members") from None
+                await exchange.answer(200, _ENCODER.encode(self.fleet()))
+            case "POST", path if path.startswith("/internal/members/"):
+                raw = await exchange.read_body(64 * 1024, self._settings.body_timeout_s)
+                await self._changes.carry_out(path.removeprefix("/internal/members/"), raw)
                 await exchange.answer(200, _ENCODER.encode(self.fleet()))
             case "POST", "/internal/drain":
                 self.state = "draining"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -17,7 +17,7 @@ from kvbaton.config import MemberSettings
 from kvbaton.observe.metrics import Metrics
 from kvbaton.router.policy import MemberView
 from kvbaton.router.prefix_index import PrefixIndex
-from kvbaton.types import LocalError
+from kvbaton.types import LocalError, Role
 from kvbaton.workers.protocol import PeerAddress, WorkerInfo
 
 MemberState = Literal["unknown", "up", "draining", "down", "mismatch"]
@@ -46,10 +46,22 @@ class Member:
     quarantined_until_s: float = 0.0
     failures_in_row: int = 0
     holds: set[Hold] = field(default_factory=set)
+    held_back: str = ""  # why an operator keeps requests away from it; empty: nobody does
 
     @property
     def name(self) -> str:
         return self.settings.name
+
+    @property
+    def role(self) -> Role:
+        """What the fleet file says, unless the worker was told another role while it runs."""
+        info = self.reported.info if self.reported is not None else None
+        return info.role if info is not None and info.role_changes else self.settings.role
+
+    @property
+    def prompts_on_the_way(self) -> bool:
+        """Whether a prompt was sent here whose first token has not come back."""
+        return any(hold.num_tokens for hold in self.holds)
 
     @property
     def num_requests(self) -> int:
@@ -108,36 +120,51 @@ class Registry:
             self._forget(self._members.pop(name))
         for item in settings:
             known = self._members.get(item.name)
-            if known is None or known.settings != item:
+            if known is not None and replace(known.settings, kv_address=item.kv_address) == item:
+                known.settings = item  # the same worker, at most reached by another way
+            else:
                 if known is not None:
                     self._forget(known)
                 self._members[item.name] = Member(item)
 
     def _forget(self, member: Member) -> None:
         self._index.forget(member.name)
-        role = member.settings.role
-        for name, labels in (
-            ("kvbaton_router_member_up", (member.name, role)),
-            ("kvbaton_router_member_inflight_requests", (member.name, role)),
-            ("kvbaton_router_prefix_index_blocks", (member.name,)),
-        ):
-            self._metrics.forget(name, *labels)
+        self._forget_gauges(member.name, member.role)
+        self._metrics.forget("kvbaton_router_prefix_index_blocks", member.name)
+
+    def _forget_gauges(self, name: str, role: Role) -> None:
+        for metric in ("kvbaton_router_member_up", "kvbaton_router_member_inflight_requests"):
+            self._metrics.forget(metric, name, role)
+
+    def hold_back(self, member: Member, why: str) -> None:
+        """From now on nothing new goes there, whatever it says of itself."""
+        member.held_back = why
+        if member.state == "up":
+            member.state, member.reason = "draining", why
+
+    def let_go(self, member: Member) -> None:
+        """Requests may go there again, once it answers a poll."""
+        member.held_back = ""
 
     # -- what was seen of a worker -------------------------------------------------------------------------------
 
     def answered(self, member: Member, info: WorkerInfo) -> None:
         """A poll came back."""
-        previous = member.reported
+        previous, previous_role = member.reported, member.role
         if previous is not None and previous.info.incarnation != info.incarnation:
             self._index.forget(member.name)
             self._metrics.add("kvbaton_router_member_restarts_total", member.name)
         member.reported = Reported(info, member.own_sequences, member.own_tokens)
         member.failures_in_row = 0
         member.quarantined_until_s = 0.0
-        if info.role != member.settings.role:
-            member.state, member.reason = "mismatch", f"it says its role is {info.role}, not {member.settings.role}"
+        if member.role != previous_role:
+            self._forget_gauges(member.name, previous_role)
+        if info.role != member.role:
+            member.state, member.reason = "mismatch", f"it says its role is {info.role}, not {member.role}"
         elif info.model_id != self._model_name:
             member.state, member.reason = "mismatch", f"it serves {info.model_id}, not {self._model_name}"
+        elif info.state == "serving" and member.held_back:
+            member.state, member.reason = "draining", member.held_back
         elif info.state == "serving":
             member.state, member.reason = "up", "answers"
         else:
@@ -168,14 +195,14 @@ class Registry:
 
     @property
     def has_prefill_pool(self) -> bool:
-        return any(m.settings.role == "prefill" for m in self._members.values())
+        return any(m.role == "prefill" for m in self._members.values())
 
     def usable(self, now_s: float, excluded: frozenset[str] = frozenset()) -> list[Member]:
         """Workers that take requests. If every one of a role is only quarantined, better those than none."""
         up = [m for m in self._members.values() if m.state == "up" and m.name not in excluded]
         calm = [m for m in up if m.quarantined_until_s <= now_s]
-        roles = {m.settings.role for m in calm}
-        return calm + [m for m in up if m not in calm and m.settings.role not in roles]
+        roles = {m.role for m in calm}
+        return calm + [m for m in up if m not in calm and m.role not in roles]
 
     def cached_tokens(self, chains: Sequence[Sequence[bytes]]) -> dict[str, int]:
         """Of these prompts, on each worker, by the prefix index. Asked before the routing itself changes the index."""
@@ -186,7 +213,7 @@ class Registry:
 
     def another_decodes(self, now_s: float, excluded: frozenset[str]) -> bool:
         """Whether a worker is left that answers requests and was not tried."""
-        return any(member.settings.role != "prefill" for member in self.usable(now_s, excluded))
+        return any(member.role != "prefill" for member in self.usable(now_s, excluded))
 
     def views(
         self, cached_tokens: Mapping[str, int], now_s: float, excluded: frozenset[str] = frozenset()
@@ -194,7 +221,7 @@ class Registry:
         return [
             MemberView(
                 name=member.name,
-                role=member.settings.role,
+                role=member.role,
                 num_requests=member.num_requests,
                 queued_tokens=member.queued_tokens,
                 max_context=member.reported.info.max_context,
@@ -208,7 +235,7 @@ class Registry:
     def max_context(self) -> int:
         """The longest sequence any worker that decodes can hold; 0 when none was heard of."""
         heard = [m for m in self._members.values() if m.reported is not None and m.state in ("up", "draining")]
-        decoding = [m for m in heard if m.settings.role != "prefill"] or heard
+        decoding = [m for m in heard if m.role != "prefill"] or heard
         return max((m.reported.info.max_context for m in decoding if m.reported is not None), default=0)
 
     @contextmanager
@@ -232,12 +259,15 @@ class Registry:
         """Where decode workers reach this prefill worker's hand-off server."""
         assert member.reported is not None
         info = member.reported.info
+        if member.settings.kv_address:
+            host, _, port = member.settings.kv_address.rpartition(":")
+            return PeerAddress(host.strip("[]"), int(port))
         return PeerAddress(info.kv_host or urlsplit(member.settings.url).hostname or "", info.kv_port)
 
     def export(self) -> None:
         """Bring the gauges up to date, before a scrape."""
         for member in self._members.values():
-            labels = (member.name, member.settings.role)
+            labels = (member.name, member.role)
             self._metrics.set("kvbaton_router_member_up", *labels, value=1.0 if member.state == "up" else 0.0)
             self._metrics.set("kvbaton_router_member_inflight_requests", *labels, value=member.own_requests)
             self._metrics.set(

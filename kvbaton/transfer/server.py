@@ -147,6 +147,18 @@ class HandoffServer:
             listener.close()
         return drained
 
+    async def quiet(self, deadline_s: float) -> bool:
+        """Take no more requests and let sessions finish. False when some had not by then: ``resume`` or ``stop``."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._idle.wait()
+        return not self._request_ids
+
+    def resume(self) -> None:
+        """Take requests again after ``quiet``."""
+        self._draining = False
+
     def stats(self) -> ServerStats:
         connections = list(self._connections.values())
         live = [connection.counters for connection in connections]

@@ -200,6 +200,13 @@ class OpenRequests:
             finally:
                 self._timeouts.discard(timeout)
 
+    async def idle(self, deadline_s: float) -> bool:
+        """Wait until none is open. False when some were at the deadline; they go on."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._idle.wait()
+        return self.num == 0
+
     async def drained(self, deadline_s: float, grace_s: float = 5.0) -> bool:
         """Wait until none is open; at the deadline let each end with an error. True when none had to be cut."""
         try:

@@ -22,8 +22,8 @@ from typing import TypeVar
 from kvbaton.clock import Clock, MonotonicClock
 from kvbaton.engine.engine import Engine, EngineConfig
 from kvbaton.engine.events import Event, Failed, Progress, Scheduled, Token
-from kvbaton.engine.loader import LoadedModel, LoadOptions, load
-from kvbaton.transfer.client import Completed, FirstToken, HandoffClient
+from kvbaton.engine.loader import LoadedModel, LoadOptions, Shared, load
+from kvbaton.transfer.client import ClientStats, Completed, FirstToken, HandoffClient
 from kvbaton.transfer.identity import host_identity
 from kvbaton.transfer.lending import PrefillSink
 from kvbaton.transfer.options import HandoffOptions
@@ -128,6 +128,21 @@ class _Backend:
         return asyncio.wrap_future(self._engine.renew(request_id, lease_s))
 
 
+@dataclass
+class _Moved:
+    """Totals of the hand-off, which outlive the server and the client of a role."""
+
+    num_bytes_sent: int = 0
+    num_bytes_received: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+
+    def add(self, client: ClientStats) -> None:
+        self.num_bytes_received += client.num_bytes_shm + client.num_bytes_tcp
+        self.num_done += client.num_done
+        self.num_failed += client.num_failed
+
+
 class NativeWorker:
     """Load in the constructor (slow), then ``await start()`` ... ``await stop()``. Implements ``protocol.Worker``."""
 
@@ -141,9 +156,11 @@ class NativeWorker:
         self.options = options
         self.role: Role = options.role
         self.incarnation = secrets.token_hex(8)
-        lends = options.role != "decode"
-        named = lends and options.handoff.transport != "tcp"
-        self.loaded: LoadedModel = load(load_options, self.incarnation, shared=named)
+        # One that only decodes gets a named pool too where there is room: it may be told to prefill later.
+        shared: Shared = "wanted" if options.role == "decode" else "needed"
+        if options.handoff.transport == "tcp":
+            shared = ""
+        self.loaded: LoadedModel = load(load_options, self.incarnation, shared=shared)
         self.model_id = self.loaded.model_id
         self.tokenizer = self.loaded.tokenizer
         self.max_context = min(self.loaded.max_context, config.scheduler.max_context)
@@ -154,6 +171,7 @@ class NativeWorker:
         self._bridge: _Bridge | None = None
         self._server: HandoffServer | None = None
         self._client: HandoffClient | None = None
+        self._past = _Moved()
 
     @property
     def identity(self) -> Identity:
@@ -170,12 +188,42 @@ class NativeWorker:
     async def start(self) -> None:
         self._bridge = _Bridge(asyncio.get_running_loop())
         self.engine.start()
-        pool, options = self.loaded.pool.shared, self.options
         if self.role != "decode":
-            self._server = HandoffServer(self.identity, pool, _Backend(self.engine), options.handoff)
-            self.kv_port = await self._server.start(options.host, options.kv_port)
+            await self._start_lending()
         if self.role != "prefill":
-            self._client = HandoffClient(self.identity, pool, options.handoff)
+            self._client = HandoffClient(self.identity, self.loaded.pool.shared, self.options.handoff)
+
+    async def _start_lending(self) -> None:
+        options = self.options
+        server = HandoffServer(self.identity, self.loaded.pool.shared, _Backend(self.engine), options.handoff)
+        self.kv_port = await server.start(options.host, options.kv_port)
+        self._server = server
+
+    async def switch_role(self, role: Role, deadline_s: float) -> bool:
+        """What the new role needs comes first, so that a failure changes nothing. Engine, blocks and cache stay."""
+        if role != "decode" and self._server is None:
+            await self._start_lending()
+        if role != "prefill" and self._client is None:
+            self._client = HandoffClient(self.identity, self.loaded.pool.shared, self.options.handoff)
+        if role == "decode" and self._server is not None:
+            if not await self._server.quiet(deadline_s):
+                self._server.resume()
+                if self.role == "prefill":
+                    await self._stop_pulling()
+                return False
+            self._past.num_bytes_sent += self._server.stats().num_bytes_sent
+            server, self._server, self.kv_port = self._server, None, 0
+            await server.stop()
+        elif role == "prefill":
+            await self._stop_pulling()
+        self.role = role
+        return True
+
+    async def _stop_pulling(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            self._past.add(client.stats())
+            await client.close()
 
     async def drain(self, deadline_s: float) -> bool:
         """Let peers finish reading what they were offered. True if nobody had to be dropped."""
@@ -283,13 +331,15 @@ class NativeWorker:
 
     def stats(self) -> WorkerStats:
         totals = dataclasses.asdict(self.engine.stats())
+        moved = dataclasses.replace(self._past)
         if self._server is not None:
-            totals["transfer_bytes_sent"] = self._server.stats().num_bytes_sent
+            moved.num_bytes_sent += self._server.stats().num_bytes_sent
         if self._client is not None:
-            client = self._client.stats()
-            totals["transfer_bytes_received"] = client.num_bytes_shm + client.num_bytes_tcp
-            totals["num_transfers"] = client.num_done
-            totals["num_transfer_failures"] = client.num_failed
+            moved.add(self._client.stats())
+        totals["transfer_bytes_sent"] = moved.num_bytes_sent
+        totals["transfer_bytes_received"] = moved.num_bytes_received
+        totals["num_transfers"] = moved.num_done
+        totals["num_transfer_failures"] = moved.num_failed
         known = WorkerStats.__struct_fields__
         return WorkerStats(**{name: value for name, value in totals.items() if name in known})
 

@@ -64,6 +64,10 @@ def model_not_found(name: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def not_found_member(name: str, known: list[str]) -> ApiError:
+    return ApiError(404, f"no member {name[:100]!r}; there are {', '.join(known)}", param="name", code="not_found")
+
+
 def from_exception(error: BaseException) -> ApiError:
     """What a client is told about ``error``. Messages of unexpected errors stay in our log."""
     match error:

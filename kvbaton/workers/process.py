@@ -85,13 +85,15 @@ async def run_worker(
         host, port = listener.getsockname()[:2]
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve(sockets=[listener]))
-            report("ready", host=host, port=port, backend=worker.loaded.backend, incarnation=worker.incarnation)
+            about = {"backend": worker.loaded.backend, "incarnation": worker.incarnation, "kv_port": worker.kv_port}
+            report("ready", host=host, port=port, **about)
             dying = group.create_task(engine_death(worker))
             await first_of(stop.wait(), app.drain_requested.wait(), serving, dying)
             if dying.done():
                 log.error("the engine's thread has ended; so does this process")
             dying.cancel()
-            clean = await app.drain(settings.drain_s if worker.engine.alive else 0.0)
+            drain_s = settings.drain_s if app.drain_deadline_s is None else app.drain_deadline_s
+            clean = await app.drain(drain_s if worker.engine.alive else 0.0)
             server.end()
         return clean
     finally:

@@ -85,6 +85,9 @@ class Worker(Protocol):
     async def start(self) -> None: ...
     async def drain(self, deadline_s: float) -> bool: ...
     async def stop(self) -> None: ...
+    async def switch_role(self, role: Role, deadline_s: float) -> bool:
+        """Become ``role``; False, and nothing changed, when peers still read at the deadline. No request is open."""
+        ...
 
     def generate(
         self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
@@ -125,6 +128,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     kv_host: str  # empty: the host of the HTTP address
     kv_port: int
     stats: WorkerStats
+    role_changes: int = 0  # how often it was told another role since it started; above 0 its word on its role counts
+    pid: int = 0  # of its process, on its own host
 
 
 class RequestReport(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ from kvbaton.workers.protocol import (
     Worker,
     WorkerInfo,
 )
+from kvbaton.workers.role_change import MAX_BODY_BYTES as MAX_CHANGE_BYTES
+from kvbaton.workers.role_change import change_role, decode_drain
 
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
@@ -86,11 +89,13 @@ class WorkerServer:
         self.metrics = Metrics("worker", role=worker.role, stats=worker.stats)
         self._eos_token_ids = tuple({*options.eos_token_ids, *worker.tokenizer.eos_token_ids})
         self.state = "serving"
-        self._clock = clock or MonotonicClock()
+        self.role_changes = 0
+        self.clock = clock or MonotonicClock()
         self._created_s = int(time.time())
         self._internal_ids: set[str] = set()
         self.open = OpenRequests()
         self.drain_requested = asyncio.Event()
+        self.drain_deadline_s: float | None = None  # asked for with the drain
 
     @property
     def max_context(self) -> int:
@@ -101,9 +106,9 @@ class WorkerServer:
     async def drain(self, deadline_s: float) -> bool:
         """Refuse new requests, let open ones end, then let the worker release what peers hold. True when all ended."""
         self.state = "draining"
-        deadline = self._clock.now_s() + deadline_s
+        deadline = self.clock.now_s() + deadline_s
         ended = await self.open.drained(deadline_s)
-        released = await self.worker.drain(max(0.0, deadline - self._clock.now_s()))
+        released = await self.worker.drain(max(0.0, deadline - self.clock.now_s()))
         return ended and released
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,9 +140,16 @@ class WorkerServer:
             case "/internal/drain":
                 self._need(exchange, "POST")
                 self._authorize(exchange)
+                raw = await exchange.read_body(MAX_CHANGE_BYTES, self.options.body_timeout_s)
+                self.drain_deadline_s = decode_drain(raw).deadline_s
                 self.state = "draining"
                 self.drain_requested.set()
                 await exchange.answer(202, b'{"state":"draining"}')
+            case "/internal/role":
+                self._need(exchange, "POST")
+                self._authorize(exchange)
+                await change_role(self, await exchange.read_body(MAX_CHANGE_BYTES, self.options.body_timeout_s))
+                await exchange.answer(200, _ENCODER.encode(self.info()))
             case _:
                 await self._get(exchange)
 
@@ -189,6 +201,8 @@ class WorkerServer:
             kv_host=self.options.kv_host,
             kv_port=self.worker.kv_port,
             stats=self.worker.stats(),
+            role_changes=self.role_changes,
+            pid=os.getpid(),
         )
 
     @staticmethod
@@ -232,7 +246,7 @@ class WorkerServer:
         request = parse(endpoint, raw, options.limits, from_router=self._has_key(exchange))
         internal = self._internal(request)
         if self.state != "serving":
-            raise unavailable(f"the worker is {self.state}", self.state)
+            raise unavailable(f"the worker is {self.state}", "draining" if self.state == "switching" else self.state)
         if request.model is not None and request.model != self.model_name:
             raise model_not_found(request.model, self.model_name)
         request_id = internal.request_id if internal is not None else secrets.token_hex(12)

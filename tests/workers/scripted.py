@@ -38,6 +38,10 @@ class ScriptedWorker:
     async def drain(self, deadline_s: float) -> bool:
         return True
 
+    async def switch_role(self, role: Role, deadline_s: float) -> bool:
+        self.role = role
+        return True
+
     def stats(self) -> WorkerStats:
         return self.reported
 
