@@ -89,6 +89,9 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     cache_salt: str = ""  # separates prefix caches of tenants
     priority: int = 0  # lower runs first
     eos_token_ids: tuple[int, ...] = ()
+    # So many tokens at the end of the prompt are output that was sampled before, on a worker that failed: the sampler
+    # goes on behind them. ``sampling`` says what is still to come, as if this request began here.
+    num_resumed_tokens: int = 0
 
 
 class Fingerprint(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from kvbaton.clock import Clock
@@ -258,9 +259,13 @@ class Engine:
         if not ids or min(ids) < 0 or max(ids) >= vocab_size:
             raise LocalError(f"the prompt must be token ids in 0 .. {vocab_size - 1}, at least one", field="prompt")
         check_sampling(request.sampling, vocab_size)
+        if not 0 <= request.num_resumed_tokens < len(ids):
+            raise LocalError(
+                f"num_resumed_tokens {request.num_resumed_tokens} must leave a prompt", field="num_resumed_tokens"
+            )
 
     def _make_active(self, request: GenerateRequest, seq: Sequence, sink: Sink) -> _Active:
-        sampler = SequenceSampler(request.sampling, request.prompt_token_ids, request.eos_token_ids)
+        sampler = make_sampler(request)
         return _Active(seq=seq, sampler=sampler, sink=sink, arrived_s=self._clock.now_s())
 
     def _reserve(self, request: GenerateRequest, sink: Sink, future: Future[Reservation]) -> None:
@@ -281,7 +286,7 @@ class Engine:
         if active is None:
             return  # aborted meanwhile
         self.pool.stage_in(active.seq.blocks)
-        active.sampler.resume([first.token_id])
+        active.sampler.resume([*resumed_token_ids(active.seq.request), first.token_id])
         self._scheduler.import_done(request_id, first)
         if first.finish_reason is not None:
             self._active.pop(request_id, None)
@@ -424,6 +429,23 @@ class Engine:
         self._counters.num_prompt_tokens += plan.num_prefill_tokens
         self._counters.prefill_busy_s += step_s * plan.num_prefill_tokens / plan.num_tokens
         self._counters.decode_busy_s += step_s * plan.num_decodes / plan.num_tokens
+
+
+def resumed_token_ids(request: GenerateRequest) -> tuple[int, ...]:
+    """The output at the end of the prompt of a request that is continued here."""
+    return request.prompt_token_ids[len(request.prompt_token_ids) - request.num_resumed_tokens :]
+
+
+def make_sampler(request: GenerateRequest) -> SequenceSampler:
+    """It counts what was sampled before as its own; so its limits count from there too."""
+    num_resumed, sampling = request.num_resumed_tokens, request.sampling
+    if not num_resumed:
+        return SequenceSampler(sampling, request.prompt_token_ids, request.eos_token_ids)
+    min_tokens = sampling.min_tokens + num_resumed if sampling.min_tokens else 0
+    whole = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens + num_resumed, min_tokens=min_tokens)
+    sampler = SequenceSampler(whole, request.prompt_token_ids[:-num_resumed], request.eos_token_ids)
+    sampler.resume(resumed_token_ids(request))
+    return sampler
 
 
 def _tokens(seq: Sequence, start: int, stop: int) -> list[int] | tuple[int, ...]:

@@ -7,6 +7,7 @@ Knows nothing about HTTP or where tokens come from.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,10 @@ class LogprobsShape:
 
     def of(self, index: int, entries: list[TokenLogprobs]) -> dict[str, Any]:
         return self._chat_shape(entries) if self._chat else self._completions_shape(index, entries)
+
+    def skip(self, index: int, token_ids: Iterable[int]) -> None:
+        """These were reported by somebody else: only the offset moves on."""
+        self._offsets[index] = self._offsets.get(index, 0) + sum(len(self._text(token_id)[0]) for token_id in token_ids)
 
     def _text(self, token_id: int) -> tuple[str, bytes]:
         raw = self._tokenizer.token_bytes(token_id)
@@ -178,13 +183,26 @@ class Answer:
 
     def events(self, delta: Delta) -> bytes:
         """SSE events for one token; empty when there is nothing to say yet."""
-        out = b""
-        index, chat = delta.index, self.endpoint == "chat"
-        if chat and index not in self._open_roles:
+        return self.opening(delta.index) + self.content(delta)
+
+    def opening(self, index: int) -> bytes:
+        """The event that names the role, before the first of a choice in a chat; else nothing."""
+        if self.endpoint != "chat" or index in self._open_roles:
+            return b""
+        self._open_roles.add(index)
+        return self._event({"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None})
+
+    def resume(self, index: int, opened: bool, token_ids: Iterable[int]) -> None:
+        """Go on behind ``token_ids`` of this choice, which were sent by another worker."""
+        if opened:
             self._open_roles.add(index)
-            out = self._event({"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None})
+        self._logprobs.skip(index, token_ids)
+
+    def content(self, delta: Delta) -> bytes:
+        """The event of one token, or nothing."""
+        index, chat = delta.index, self.endpoint == "chat"
         if not delta.text and delta.logprobs is None and delta.finish_reason is None:
-            return out
+            return b""
         choice: dict[str, Any] = {"index": index}
         if chat:
             choice["delta"] = {"content": delta.text} if delta.text else {}
@@ -192,7 +210,7 @@ class Answer:
             choice["text"] = delta.text
         choice["logprobs"] = self._logprobs.of(index, [delta.logprobs]) if delta.logprobs is not None else None
         choice["finish_reason"] = delta.finish_reason
-        return out + self._event(choice)
+        return self._event(choice)
 
     def last_events(self) -> bytes:
         """The usage chunk when it was asked for. The caller ends the stream with ``DONE``."""

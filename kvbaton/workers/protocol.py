@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.engine.tokenizer import Tokenizer
-from kvbaton.types import Fingerprint, GenerateRequest, Role, TokenOutput
+from kvbaton.types import FinishReason, Fingerprint, GenerateRequest, Role, TokenOutput
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
@@ -104,6 +104,15 @@ class Worker(Protocol):
 INTERNAL_KEY_HEADER = b"x-kvbaton-key"
 
 
+class ResumedSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the client has of one choice already, from a worker that failed in the middle."""
+
+    token_ids: tuple[int, ...] = ()  # sampled so far
+    finish_reason: FinishReason | None = None  # set: this choice is complete, only its tokens count
+    opened: bool = False  # the event that names the role was sent
+    num_cached_tokens: int = 0  # of its prompt, as the first worker reported it
+
+
 class InternalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ``kvbaton`` object that the router adds to a body. Honoured only together with the internal key."""
 
@@ -113,6 +122,10 @@ class InternalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_s: float = 600.0
     cache_salt: str = ""
     priority: int = 0
+    journal: bool = False  # a stream says before each event which token ids are in it; see ``generation``
+    created_s: int = 0  # of the answer; 0: the worker's own clock
+    answer_id: str = ""  # of the answer, where it is not ``request_id``: a stream keeps its id when it is continued
+    resume: tuple[ResumedSequence, ...] = ()  # one for each choice: go on behind these
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
