@@ -27,7 +27,7 @@ from kvbaton.engine.pool import KVPool
 from kvbaton.engine.sampler import SequenceSampler, check_sampling
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig, StepItem, StepPlan
 from kvbaton.engine.sequence import Mode, Sequence
-from kvbaton.kv.blocks import BlockManager, BlockRemoved, BlockStored
+from kvbaton.kv.blocks import BlockEvents, BlockManager
 from kvbaton.types import CapacityError, GenerateRequest, KvbatonError, LocalError, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -93,6 +93,8 @@ class Engine:
         self._stopped = False
         self._stalled = False  # there is work, but no room for it until somebody gives blocks back
         self._idle_poll_s = max(0.05, min(1.0, config.lease_s / 4))
+        # Told on the engine thread what changed in the prefix cache; set it before ``start``. Cheap, and never raises.
+        self.on_block_events: Callable[[BlockEvents], None] | None = None
 
     # -- called from any thread ----------------------------------------------------------------------------------
 
@@ -196,8 +198,13 @@ class Engine:
         self._scheduler.check()
         self._blocks.check()
 
-    def drain_block_events(self) -> list[BlockStored | BlockRemoved]:
-        return self._blocks.drain_events()
+    def publish_block_events(self) -> None:
+        """Tell what changed in the prefix cache since the last time."""
+        if self.on_block_events is not None and (events := self._blocks.drain_events()):
+            self.on_block_events(events)
+
+    def cached_hashes(self) -> list[bytes]:
+        return self._blocks.cached_hashes()
 
     def clear_cache(self) -> None:
         self._blocks.clear_cache()
@@ -210,6 +217,7 @@ class Engine:
                 self._expire_leases()
                 if stop is None:
                     self._step()
+                self.publish_block_events()  # before the tokens: whoever saw an answer end can read what it changed
                 self._flush()
         finally:
             for request_id in list(self._active):

@@ -36,14 +36,22 @@ class OutOfBlocks(CapacityError):
     """Fewer blocks are free or evictable than were asked for."""
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """From now on a prompt whose chain contains ``block_hash`` finds that block here."""
+class BlockEvents(msgspec.Struct, frozen=True):
+    """What changed in the cache since the last look. First everything is ``cleared``, if so; no hash is named twice."""
 
-    block_hash: bytes
+    cleared: bool = False
+    removed: tuple[bytes, ...] = ()
+    stored: tuple[bytes, ...] = ()  # from now on a prompt whose chain contains one finds that block here
+
+    def __bool__(self) -> bool:
+        return self.cleared or bool(self.removed) or bool(self.stored)
+
+    @property
+    def num_hashes(self) -> int:
+        return len(self.removed) + len(self.stored)
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    block_hash: bytes
+NO_EVENTS = BlockEvents()
 
 
 def root_hash(salt: str = "") -> bytes:
@@ -109,6 +117,7 @@ class BlockManager:
         # Net change per hash since the last drain. A hash stored and removed in between cancels out, so there are
         # never more entries than blocks now plus blocks at the last drain, and none is ever lost.
         self._changes: dict[bytes, bool] = {}
+        self._cleared = False  # everything known at the last drain is gone; ``_changes`` is what came since
 
     # -- counts --------------------------------------------------------------------------------------------------
 
@@ -278,10 +287,15 @@ class BlockManager:
 
     # -- the prefix cache as seen from outside -------------------------------------------------------------------
 
-    def drain_events(self) -> list[BlockStored | BlockRemoved]:
-        """The net change of the cached hashes since the last call; each hash at most once."""
+    def drain_events(self) -> BlockEvents:
+        """The net change of the cached hashes since the last call."""
+        if not self._changes and not self._cleared:
+            return NO_EVENTS
         changes, self._changes = self._changes, {}
-        return [BlockStored(name) if stored else BlockRemoved(name) for name, stored in changes.items()]
+        cleared, self._cleared = self._cleared, False
+        stored = tuple([name for name, is_stored in changes.items() if is_stored])
+        removed = tuple([name for name, is_stored in changes.items() if not is_stored])
+        return BlockEvents(cleared, removed, stored)
 
     def cached_hashes(self) -> list[bytes]:
         """Everything that ``match`` can find, for an index that starts anew."""
@@ -289,8 +303,11 @@ class BlockManager:
 
     def clear_cache(self) -> None:
         """Forget every hash. Blocks in use stay with their owners, but nobody will match them again."""
-        for block in list(self._block_of.values()):
-            self._forget_hash(block)
+        self._cleared = self._cleared or bool(self._block_of or self._changes)
+        self._changes.clear()
+        for block in self._block_of.values():
+            self._hash_of[block] = None
+        self._block_of.clear()
         self._free.extend(reversed(self._lru))
         self._lru.clear()
 
@@ -333,3 +350,5 @@ class BlockManager:
                 assert count == pinned + held.get(block, 0), f"block {block}: {count} references, owners know otherwise"
         for block_hash, stored in self._changes.items():
             assert stored == (block_hash in self._block_of), "an event contradicts the cache"
+        if self._cleared:
+            assert self._changes.keys() == self._block_of.keys(), "after clearing, what is cached is news"

@@ -30,6 +30,7 @@ from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.server import HandoffServer
 from kvbaton.transfer.wire import Identity
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, Role, TokenOutput
+from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
 
 log = logging.getLogger(__name__)
@@ -168,6 +169,10 @@ class NativeWorker:
         self.layout = self.loaded.pool.layout
         self.kv_port = 0
         self.engine = Engine(self.loaded.model, self.loaded.pool, config, clock or MonotonicClock())
+        self.kv_events = KVEventLog(
+            self.incarnation, self.layout.block_size, self._take_kv_snapshot, clock or MonotonicClock()
+        )
+        self.engine.on_block_events = self.kv_events.append
         self._bridge: _Bridge | None = None
         self._server: HandoffServer | None = None
         self._client: HandoffClient | None = None
@@ -328,6 +333,13 @@ class NativeWorker:
             assert held == (0, 0, 0, 0), f"requests, blocks, pins, leases: {held}"
 
         await asyncio.wrap_future(self.engine.call(check))
+
+    async def _take_kv_snapshot(self) -> tuple[int, list[bytes]]:
+        def take(engine: Engine) -> tuple[int, list[bytes]]:
+            engine.publish_block_events()  # so that the log and the hashes speak of one moment
+            return self.kv_events.next_sequence, engine.cached_hashes()
+
+        return await asyncio.wrap_future(self.engine.call(take))
 
     def stats(self) -> WorkerStats:
         totals = dataclasses.asdict(self.engine.stats())

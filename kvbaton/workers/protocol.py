@@ -12,6 +12,7 @@ import msgspec
 
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.types import FinishReason, Fingerprint, GenerateRequest, Role, TokenOutput
+from kvbaton.workers.kv_events import KVEventLog
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
@@ -81,6 +82,7 @@ class Worker(Protocol):
     incarnation: str  # fresh for each life of the process
     kv_port: int  # of the hand-off server; 0 when this role has none
     tokenizer: Tokenizer
+    kv_events: KVEventLog | None  # None: this engine does not say what its prefix cache holds
 
     async def start(self) -> None: ...
     async def drain(self, deadline_s: float) -> bool: ...
@@ -143,6 +145,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     stats: WorkerStats
     role_changes: int = 0  # how often it was told another role since it started; above 0 its word on its role counts
     pid: int = 0  # of its process, on its own host
+    kv_events: bool = False  # whether it answers ``/internal/kv-events``
 
 
 class RequestReport(msgspec.Struct, frozen=True):

@@ -36,6 +36,7 @@ from kvbaton.workers.http import (
     method_not_allowed,
     not_found,
 )
+from kvbaton.workers.kv_events import EVENTS_PATH, SNAPSHOT_PATH, KVEventsEndpoint
 from kvbaton.workers.openai_errors import ApiError, bad_request, from_exception, model_not_found, unavailable
 from kvbaton.workers.openai_request import (
     ApiRequest,
@@ -94,6 +95,7 @@ class WorkerServer:
         self._created_s = int(time.time())
         self._internal_ids: set[str] = set()
         self.open = OpenRequests()
+        self._kv_events = KVEventsEndpoint(worker.kv_events) if worker.kv_events is not None else None
         self.drain_requested = asyncio.Event()
         self.drain_deadline_s: float | None = None  # asked for with the drain
 
@@ -145,6 +147,12 @@ class WorkerServer:
                 self.state = "draining"
                 self.drain_requested.set()
                 await exchange.answer(202, b'{"state":"draining"}')
+            case path if path in (EVENTS_PATH, SNAPSHOT_PATH):
+                self._need(exchange, "GET")
+                self._authorize(exchange)
+                if self._kv_events is None:
+                    raise not_found(exchange.path)
+                await self._kv_events.answer(exchange)
             case "/internal/role":
                 self._need(exchange, "POST")
                 self._authorize(exchange)
@@ -201,6 +209,7 @@ class WorkerServer:
             kv_host=self.options.kv_host,
             kv_port=self.worker.kv_port,
             stats=self.worker.stats(),
+            kv_events=self.worker.kv_events is not None,
             role_changes=self.role_changes,
             pid=os.getpid(),
         )

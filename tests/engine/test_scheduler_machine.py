@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
 from kvbaton.engine.sequence import Mode, Sequence
-from kvbaton.kv.blocks import BlockManager, BlockStored
+from kvbaton.kv.blocks import BlockManager
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, SamplingParams, TokenOutput
 
 BLOCK_SIZE = 4
@@ -308,11 +308,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def follow_events(self) -> None:
-        for event in self.blocks.drain_events():
-            if isinstance(event, BlockStored):
-                self.index.add(event.block_hash)
-            else:
-                self.index.remove(event.block_hash)
+        events = self.blocks.drain_events()
+        if events.cleared:
+            self.index.clear()
+        assert self.index.issuperset(events.removed)
+        self.index.difference_update(events.removed)
+        self.index.update(events.stored)
         assert self.index == set(self.blocks.cached_hashes())
 
     def end(self, seq: Sequence) -> None:

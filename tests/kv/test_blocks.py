@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.kv.blocks import BlockManager, BlockRemoved, BlockStored, OutOfBlocks, block_hashes
+from kvbaton.kv.blocks import NO_EVENTS, BlockEvents, BlockManager, OutOfBlocks, block_hashes
 from kvbaton.types import CapacityError, LocalError
 
 
@@ -138,7 +138,7 @@ def test_without_prefix_caching_nothing_is_matched() -> None:
     blocks = BlockManager(4, 16, prefix_caching=False)
     hashes = block_hashes(range(16), 16)
     blocks.release(fill(blocks, hashes))
-    assert blocks.match(hashes) == [] and blocks.num_cached == 0 and blocks.drain_events() == []
+    assert blocks.match(hashes) == [] and blocks.num_cached == 0 and not blocks.drain_events()
     blocks.check({})
 
 
@@ -218,14 +218,14 @@ def test_events_are_the_net_change() -> None:
     blocks = BlockManager(2, 4)
     first, second, third = (block_hashes([token] * 4, 4) for token in (1, 2, 3))
     blocks.release(fill(blocks, first))
-    assert blocks.drain_events() == [BlockStored(first[0])]
+    assert blocks.drain_events() == BlockEvents(stored=tuple(first))
     blocks.release(fill(blocks, second))
     blocks.release(fill(blocks, third))  # evicts first
-    assert blocks.drain_events() == [BlockStored(second[0]), BlockRemoved(first[0]), BlockStored(third[0])]
+    assert blocks.drain_events() == BlockEvents(removed=tuple(first), stored=(second[0], third[0]))
     blocks.release(fill(blocks, first))  # evicts second
     blocks.release(fill(blocks, second))  # evicts third
     blocks.release(fill(blocks, third))  # evicts first, which nobody heard of
-    assert blocks.drain_events() == []
+    assert blocks.drain_events() == NO_EVENTS
     assert sorted(blocks.cached_hashes()) == sorted(second + third)
 
 
@@ -237,6 +237,14 @@ def test_clearing_the_cache_leaves_owners_alone() -> None:
     blocks.drain_events()
     blocks.clear_cache()
     assert blocks.match(used) == blocks.match(idle) == []
-    assert set(blocks.drain_events()) == {BlockRemoved(used[0]), BlockRemoved(idle[0])}
+    assert blocks.drain_events() == BlockEvents(cleared=True)
+    blocks.clear_cache()
+    assert not blocks.drain_events(), "nothing was there to clear"
+    third = fill(blocks, idle)
+    blocks.clear_cache()
+    blocks.release(third)
+    again = fill(blocks, idle)
+    assert blocks.drain_events() == BlockEvents(cleared=True, stored=tuple(idle))
+    blocks.release(again)
     assert blocks.num_used == 1 and blocks.num_free == 3
     blocks.check({held[0]: 1})

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvbaton.kv.blocks import BlockManager, BlockStored, OutOfBlocks, block_hashes
+from kvbaton.kv.blocks import BlockManager, OutOfBlocks, block_hashes
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 12
@@ -117,12 +117,12 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule()
     def follow_events(self) -> None:
-        for event in self.blocks.drain_events():
-            if isinstance(event, BlockStored):
-                assert event.block_hash not in self.index
-                self.index.add(event.block_hash)
-            else:
-                self.index.remove(event.block_hash)
+        events = self.blocks.drain_events()
+        if events.cleared:
+            self.index.clear()
+        assert self.index.issuperset(events.removed) and self.index.isdisjoint(events.stored)
+        self.index.difference_update(events.removed)
+        self.index.update(events.stored)
         assert self.index == set(self.blocks.cached_hashes())
 
     @invariant()

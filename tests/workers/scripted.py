@@ -10,6 +10,7 @@ from typing import Any
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.types import CapacityError, Fingerprint, GenerateRequest, Role, TokenLogprobs, TokenOutput
 from kvbaton.workers.http import HttpServer, bind
+from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
 
 
@@ -19,6 +20,7 @@ class ScriptedWorker:
     def __init__(self, tokenizer: Tokenizer, role: Role = "both", text: str = "hello world", life: str = "a") -> None:
         self.model_id, self.role, self.tokenizer, self.incarnation = "tiny", role, tokenizer, life
         self.max_context, self.kv_port, self.fingerprint = 512, 7, Fingerprint(1, "r", 1, 1, 8, "float32", "")
+        self.kv_events: KVEventLog | None = None
         self.token_ids = tokenizer.encode(text)
         self.gate, self.gate_at = asyncio.Event(), 0
         self.gate.set()
