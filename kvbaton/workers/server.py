@@ -22,10 +22,9 @@ import msgspec
 from kvbaton import __version__
 from kvbaton.clock import Clock, MonotonicClock
 from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
-from kvbaton.types import CapacityError, Fingerprint, GenerateRequest, TokenOutput
+from kvbaton.types import Fingerprint
+from kvbaton.workers.generation import Generation, Identity
 from kvbaton.workers.http import (
-    JSON_HEADER,
-    SSE_HEADERS,
     ClientGone,
     Exchange,
     OpenRequests,
@@ -47,11 +46,8 @@ from kvbaton.workers.openai_request import (
     tokenize,
     with_internal,
 )
-from kvbaton.workers.openai_response import DONE, REPORT_PREFIX, Answer, Choice, error_event
 from kvbaton.workers.protocol import (
     INTERNAL_KEY_HEADER,
-    Admitted,
-    Finished,
     InternalRequest,
     RequestReport,
     Worker,
@@ -62,8 +58,6 @@ from kvbaton.workers.role_change import change_role, decode_drain
 
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
-REPORT_HEADER = b"x-kvbaton-report"
-SIBLING_WAIT_S = 0.1  # between two tries of a sequence whose siblings have room
 
 
 @dataclass(frozen=True)
@@ -123,9 +117,9 @@ class WorkerServer:
         except Exception as error:
             if exchange.started:
                 raise
-            await exchange.fail(from_exception(error) if isinstance(error, ApiError) else self._unexpected(error))
+            await exchange.fail(from_exception(error) if isinstance(error, ApiError) else self.unexpected(error))
 
-    def _unexpected(self, error: Exception) -> ApiError:
+    def unexpected(self, error: Exception) -> ApiError:
         answer = from_exception(error)
         if answer.code == "internal_error":
             log.error("request failed", exc_info=error)
@@ -263,7 +257,8 @@ class WorkerServer:
         if internal is not None:
             request = with_internal(request, internal)
         sequences = resolve(request, prompts, self.worker.tokenizer, self.max_context, request_id, self._eos_token_ids)
-        generation = Generation(self, exchange, request, internal, request_id, sequences, echo)
+        identity = Identity(request_id, echo, options.request_timeout_s)
+        generation = Generation(self, exchange, request, internal, identity, sequences)
         with self._unique(internal):
             return await exchange.until_disconnect(generation.run())
 
@@ -304,150 +299,6 @@ class WorkerServer:
             self.metrics.observe("kvbaton_worker_exposed_transfer_seconds", role, value=report.exposed_s)
 
 
-class Generation:
-    """One request's sequences, from the worker's events to the client's bytes."""
-
-    def __init__(
-        self,
-        server: WorkerServer,
-        exchange: Exchange,
-        request: ApiRequest,
-        internal: InternalRequest | None,
-        request_id: str,
-        sequences: list[GenerateRequest],
-        echo: str | None,
-    ) -> None:
-        self._server = server
-        self._exchange = exchange
-        self._request = request
-        self._internal = internal
-        self._sequences = sequences
-        self._headers = [(b"x-kvbaton-request-id", request_id.encode())]
-        if echo is not None:
-            self._headers.append((b"x-request-id", echo.encode()))
-        self._answer = Answer(
-            endpoint=request.endpoint,
-            response_id=("chatcmpl-" if request.endpoint == "chat" else "cmpl-") + request_id,
-            model=server.model_name,
-            created_s=int(time.time()),
-            tokenizer=server.worker.tokenizer,
-            include_usage=request.include_usage,
-        )
-        self._admitted: dict[int, Admitted] = {}
-        self._finished: list[Finished] = []
-        self._write_lock = asyncio.Lock()
-
-    async def run(self) -> str:
-        """The outcome for the counters. Raises only while nothing has been sent."""
-        timeout_s = self._server.options.request_timeout_s
-        if self._internal is not None:
-            timeout_s = min(timeout_s, self._internal.deadline_s)
-        try:
-            async with self._server.open.deadline(timeout_s):
-                if len(self._sequences) == 1:
-                    await self._pump(0, self._sequences[0], timeout_s)
-                else:
-                    async with asyncio.TaskGroup() as group:
-                        for index, sequence in enumerate(self._sequences):
-                            group.create_task(self._pump_with_siblings(index, sequence, timeout_s))
-                await self._complete()
-            return "ok"
-        except Exception as error:
-            cause = _first(error)
-            if isinstance(cause, TimeoutError) and self._server.open.cut:
-                cause = unavailable("the worker is shutting down", "draining")
-            if not self._exchange.started:
-                raise cause from None
-            answer = self._server._unexpected(cause)
-            log.warning("stream broken: %s", cause)
-            await self._exchange.end(error_event(answer))
-            return "error"
-
-    async def _pump_with_siblings(self, index: int, sequence: GenerateRequest, deadline_s: float) -> None:
-        """As ``_pump``; a sequence that finds no room waits while siblings have some, for they will give it back.
-
-        Refusing it would take the siblings down with it, and a request of many sequences might never fit at once.
-        """
-        while True:
-            try:
-                await self._pump(index, sequence, deadline_s)
-                return
-            except CapacityError:
-                others = self._admitted.keys() - {index}
-                if index in self._admitted or not (others or self._exchange.started):
-                    raise
-            await asyncio.sleep(SIBLING_WAIT_S)
-
-    async def _pump(self, index: int, sequence: GenerateRequest, deadline_s: float) -> None:
-        choice = Choice(index, sequence.sampling, self._server.worker.tokenizer)
-        prefill = self._internal.prefill if self._internal is not None else None
-        async with contextlib.aclosing(
-            self._server.worker.generate(sequence, prefill=prefill, deadline_s=deadline_s)  # type: ignore[type-var]
-        ) as events:
-            async for event in events:
-                match event:
-                    case TokenOutput():
-                        await self._token(choice, event)
-                        if choice.finish_reason is not None and event.finish_reason is None:
-                            return  # a stop string: leaving closes the iterator, which aborts the sequence
-                    case Admitted():
-                        self._admit(index, event)
-                    case Finished():
-                        self._finished.append(event)
-        if choice.finish_reason is None:
-            raise ApiError(500, "generation ended early", type="server_error", code="internal_error")
-
-    def _admit(self, index: int, admitted: Admitted) -> None:
-        self._admitted[index] = admitted
-        if index % self._request.n == 0:  # each prompt counts once, however many choices it has
-            self._answer.usage.num_prompt_tokens += admitted.num_prompt_tokens
-            self._answer.usage.num_cached_tokens += admitted.num_cached_tokens
-
-    async def _token(self, choice: Choice, output: TokenOutput) -> None:
-        delta = choice.push(output)
-        self._answer.usage.num_output_tokens += 1
-        if not self._request.stream:
-            self._answer.add(delta)
-            return
-        events = self._answer.events(delta)
-        if not events:
-            return
-        async with self._write_lock:
-            if not self._exchange.started:
-                await self._exchange.start(200, [*SSE_HEADERS, *self._headers])
-            await self._exchange.write(events)
-
-    async def _complete(self) -> None:
-        report = self._report()
-        self._server.observe(report)
-        if self._request.stream:
-            # The last part in one write, so that the router finds our comment at a known place.
-            comment = REPORT_PREFIX + _ENCODER.encode(report) + b"\n\n" if self._internal is not None else b""
-            await self._exchange.end(self._answer.last_events() + comment + DONE)
-            return
-        headers = list(self._headers)
-        if self._internal is not None:
-            headers.append((REPORT_HEADER, _ENCODER.encode(report)))
-        body = self._answer.whole()
-        await self._exchange.start(200, [JSON_HEADER, (b"content-length", b"%d" % len(body)), *headers])
-        await self._exchange.end(body)
-
-    def _report(self) -> RequestReport:
-        admitted, finished, usage = self._admitted.values(), self._finished, self._answer.usage
-        return RequestReport(
-            path="remote" if any(a.path == "remote" for a in admitted) else "local",
-            num_prompt_tokens=usage.num_prompt_tokens,
-            num_cached_tokens=usage.num_cached_tokens,
-            num_remote_tokens=sum(a.num_remote_tokens for a in admitted),
-            num_output_tokens=usage.num_output_tokens,
-            transfer_bytes=sum(f.transfer_bytes for f in finished),
-            queue_s=max((f.queue_s for f in finished), default=0.0),
-            prefill_s=max((f.prefill_s for f in finished), default=0.0),
-            transfer_s=max((f.transfer_s for f in finished), default=0.0),
-            exposed_s=max((f.exposed_s for f in finished), default=0.0),
-        )
-
-
 def model_card(name: str, created_s: int, max_context: int) -> dict[str, object]:
     return {
         "id": name,
@@ -466,10 +317,3 @@ def version_of(model: str, fingerprint: Fingerprint, block_size: int, max_contex
         "block_size": block_size,
         "max_context": max_context,
     }
-
-
-def _first(error: Exception) -> Exception:
-    """The cause inside the group that a TaskGroup raises."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
