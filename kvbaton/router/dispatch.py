@@ -23,11 +23,11 @@ from kvbaton.router.policy import Decision, NoWorker, PolicyConfig, RequestView,
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.registry import Hold, Member, Registry
 from kvbaton.router.room import Room
+from kvbaton.workers.generation import REPORT_HEADER
 from kvbaton.workers.http import JSON_HEADER, SSE_HEADERS, Exchange, Headers
 from kvbaton.workers.openai_errors import ApiError, unavailable
 from kvbaton.workers.openai_response import DONE, ERROR_MARK, REPORT_PREFIX
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, RequestReport
-from kvbaton.workers.server import REPORT_HEADER
 
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
