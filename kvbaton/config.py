@@ -87,7 +87,14 @@ class RouterSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    threshold_tokens: int = 64  # fewer uncached prompt tokens than this are prefilled where they decode; 0: never
+    policy: Literal["cost", "static", "least_load", "round_robin"] = "cost"  # how workers are chosen
+    # Unset: the break-even is computed from what is measured. Set: fewer uncached prompt tokens than this are prefilled
+    # where they decode, whatever it costs; 0: none are.
+    threshold_tokens: int | None = None
+    ttft_slo_s: float = 2.0  # what a request should wait for its first token at most
+    tpot_slo_s: float = 0.1  # and for each one after it, in the mean
+    disagg_percent: float = 100.0  # share of the requests fit for the split that go there; the rest stays local
+    profile: str = ""  # a file of `kvbaton profile`: where the cost models start from
     on_prefill_failure: Literal["local", "error"] = "local"  # after the other prefill workers were tried
     request_cost_tokens: int = 256  # what one request in flight on a worker weighs, in prompt tokens
     index_block_tokens: int = 32  # grain of the router's memory of who holds which prefix
@@ -108,7 +115,9 @@ class RouterSettings:
     cores: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.threshold_tokens < 0:
+        if not 0 <= self.disagg_percent <= 100:
+            raise LocalError(f"disagg_percent is {self.disagg_percent}", field="disagg_percent", fix="use 0 to 100")
+        if self.threshold_tokens is not None and self.threshold_tokens < 0:
             raise LocalError(
                 f"threshold_tokens is {self.threshold_tokens}",
                 field="threshold_tokens",
@@ -248,6 +257,8 @@ def to_environ(**sections: Any) -> dict[str, str]:
     for section, settings in sections.items():
         for item in dataclasses.fields(settings):
             value = getattr(settings, item.name)
+            if value is None:
+                continue  # unset, as it is without the variable
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             variables[f"KVBATON_{section.upper()}_{item.name.upper()}"] = text
     return variables

@@ -20,12 +20,14 @@ from heapq import heappop, heappush
 from itertools import count
 
 from kvbaton.engine.sequence import Mode, Sequence
+from kvbaton.plan.sim_costs import exact_costs, worker_cost
 from kvbaton.plan.sim_incidents import Fleet
 from kvbaton.plan.sim_record import GapHistogram, Record
 from kvbaton.plan.sim_result import SimResult, collect
 from kvbaton.plan.sim_spec import FleetSpec, Incidents
 from kvbaton.plan.sim_worker import TOKEN, Chunk, SimWorker
 from kvbaton.plan.workload import Trace, TraceRequest
+from kvbaton.router.cost import FleetCosts
 from kvbaton.router.lifecycle import Event, State
 from kvbaton.router.policy import Decision, NoWorker, RequestView, decide
 from kvbaton.router.prefix_index import PrefixIndex
@@ -37,7 +39,10 @@ CALM = Incidents()
 class Simulation:
     """One fleet, one trace, one run."""
 
-    def __init__(self, fleet: FleetSpec, trace: Trace, incidents: Incidents = CALM) -> None:
+    def __init__(
+        self, fleet: FleetSpec, trace: Trace, incidents: Incidents = CALM, costs: FleetCosts | None = None
+    ) -> None:
+        """``costs``: what the router believes; None: what is true."""
         self.spec = fleet
         self.incidents = incidents
         self.records: dict[str, Record] = {}
@@ -52,6 +57,10 @@ class Simulation:
         self.wire_bytes = 0
         self.fleet = Fleet(fleet, incidents, self.records, self.gaps)
         self._index = PrefixIndex(self._block_size, self._index_blocks)
+        self._costs = costs or FleetCosts()
+        if costs is None and fleet.policy.by_cost:
+            mean = sum(each.output_tokens for each in trace.requests) / max(1, len(trace.requests))
+            self._costs = exact_costs(fleet, {name: w.spec for name, w in self.fleet.workers.items()}, mean)
         self._load(trace)
 
     @property
@@ -63,7 +72,7 @@ class Simulation:
 
     @property
     def _index_blocks(self) -> int:
-        return max(pool.worker.num_blocks for pool in self.spec.pools)
+        return max(pool.worker.num_blocks + pool.worker.tier_blocks for pool in self.spec.pools)
 
     def _load(self, trace: Trace) -> None:
         """All arrivals as events. Trace blocks become hashes of the workers' own block size."""
@@ -98,7 +107,7 @@ class Simulation:
             self._push(at_s, kind, *what)
         handlers: dict[str, Callable[..., None]] = {
             "arrive": self._arrive, "step": self._step_over, "landed": self._landed, "down": self._down, "up": self._up,
-            "scale": self._scale, "give_up": self._give_up,
+            "scale": self._scale, "give_up": self._give_up, "loaded": self._loaded,
         }  # fmt: skip
         while self._events and self.num_unfinished:
             self.now_s, _, kind, what = heappop(self._events)
@@ -138,7 +147,7 @@ class Simulation:
             max_total_tokens=record.prompt_tokens + record.output_tokens,
         )
         try:
-            decision = decide(view, members, self.spec.policy, self._turn, self.spec.split)
+            decision = decide(view, members, self.spec.policy, self._turn, self.spec.split, costs=self._costs)
         except NoWorker:
             if self.fleet.anybody_to_come:
                 return False
@@ -156,7 +165,6 @@ class Simulation:
         record.lifecycle.on(Event.DISPATCH)
         record.attempt += 1
         record.reason = decision.reason
-        record.prefill, record.decode = decision.prefill, decision.decode
         for name in (decision.prefill, decision.decode):
             if name is not None:
                 self._index.record(name, record.hashes)
@@ -164,24 +172,45 @@ class Simulation:
 
     def _place(self, record: Record, decision: Decision) -> bool:
         target = self.fleet.workers[decision.decode]
+        record.prefill, record.decode = decision.prefill, decision.decode
         self._settle(target)
         if decision.prefill is None:
-            target.scheduler.add(self._sequence(record, "full"))
             target.active[record.request_id] = record
-            self._kick(target)
+            self._enqueue(target, record, "full")
             return True
         source = self.fleet.workers[decision.prefill]
         record.have_tokens = target.scheduler.reserve_import(self._sequence(record, "import"))
         self._settle(source)
-        try:
-            source.scheduler.add(self._sequence(record, "prefill_only"))
-        except LocalError:
-            target.scheduler.import_failed(record.request_id)
-            raise
         record.ready_s = 0.0
         source.active[record.request_id] = target.active[record.request_id] = record
-        self._kick(source)
+        self._enqueue(source, record, "prefill_only")
         return True
+
+    def _enqueue(self, worker: SimWorker, record: Record, mode: Mode) -> None:
+        """To the scheduler, at once or when what the worker's host tier holds of the prompt is loaded."""
+        ready_s = worker.tier.load_until_s(record, worker.blocks, self.now_s)
+        if ready_s is not None:
+            self._push(ready_s, "loaded", worker, record, mode, record.attempt + 1)  # dispatch is about to count it
+            return
+        try:
+            worker.scheduler.add(self._sequence(record, mode))
+        except LocalError:
+            self._release(record)
+            raise
+        self._kick(worker)
+
+    def _loaded(self, worker: SimWorker, record: Record, mode: Mode, attempt: int) -> None:
+        if record.lifecycle.ended or attempt != record.attempt:
+            return
+        self._settle(worker)
+        worker.tier.install(record, worker.blocks)
+        try:
+            worker.scheduler.add(self._sequence(record, mode))
+        except LocalError:
+            self._release(record)
+            self._end(record, Event.REFUSE)
+            return
+        self._kick(worker)
 
     def _sequence(self, record: Record, mode: Mode) -> Sequence:
         request = GenerateRequest(record.request_id, (), SamplingParams(max_tokens=record.output_tokens))
@@ -344,6 +373,7 @@ class Simulation:
     def _scale(self) -> None:
         at_s, started = self.fleet.scale(self.now_s)
         for ready_s, worker in started:
+            self._costs.workers.setdefault(worker.name, worker_cost(worker.spec))
             self._push(ready_s, "up", worker)
         self._push(at_s, "scale")
 
@@ -362,6 +392,8 @@ def _hashes(request: TraceRequest, per_block: int, size: int, cache: dict[int, b
     return hashes
 
 
-def simulate(fleet: FleetSpec, trace: Trace, incidents: Incidents = CALM) -> SimResult:
+def simulate(
+    fleet: FleetSpec, trace: Trace, incidents: Incidents = CALM, costs: FleetCosts | None = None
+) -> SimResult:  # fmt: skip
     """Run it."""
-    return Simulation(fleet, trace, incidents).run()
+    return Simulation(fleet, trace, incidents, costs).run()

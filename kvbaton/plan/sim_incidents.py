@@ -60,6 +60,8 @@ class Fleet:
             MemberView(
                 worker.name, worker.role, len(worker.active), worker.scheduler.waiting_prompt_tokens,
                 worker.spec.max_context, min(index.matched_tokens(worker.name, record.hashes), record.prompt_tokens),
+                worker.blocks.num_used * worker.spec.block_size, worker.blocks.num_free * worker.spec.block_size,
+                worker.spec.max_batch_tokens, worker.spec.max_running,
             )
             for worker in self.workers.values()
             if worker.accepting and worker.name not in record.tried

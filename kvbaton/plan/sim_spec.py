@@ -27,6 +27,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     prefix_caching: bool = True
     mixed_batches: bool = True  # False: prefill chunks and decodes of one plan run one after the other
     num_gpus: int = 1
+    tier_blocks: int = 0  # of a cache tier in host memory; 0: there is none
+    tier_s_per_token: float = 0.0  # to load from it
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_batch_tokens", "max_running"):
@@ -59,7 +61,7 @@ class HandoffSpec(msgspec.Struct, frozen=True):
 class FleetSpec(msgspec.Struct, frozen=True):
     pools: tuple[PoolSpec, ...]
     handoff: HandoffSpec | None = None
-    policy: PolicyConfig = PolicyConfig()
+    policy: PolicyConfig = PolicyConfig(threshold_tokens=64)
     admission_s: float = 0.0  # from the client's send to a scheduler's queue: parsing, tokenizing, routing
     max_queued: int = 1_000_000  # requests the router holds while no worker has room; above it they are refused
 

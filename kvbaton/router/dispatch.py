@@ -105,7 +105,14 @@ class Dispatcher:
         self._key = key
         self._metrics = metrics
         self._clock = clock
-        self._policy = PolicyConfig(settings.threshold_tokens, settings.request_cost_tokens)
+        self.policy = PolicyConfig(
+            settings.threshold_tokens,
+            settings.request_cost_tokens,
+            settings.policy,
+            settings.ttft_slo_s,
+            settings.tpot_slo_s,
+            settings.disagg_percent,
+        )
         self._turn = 0
         self._room = Room(settings.max_queued)
 
@@ -176,7 +183,7 @@ class Dispatcher:
         members = self._registry.views(flight.cached_tokens, self._clock.now_s(), excluded)
         try:
             decision = decide(
-                call.view, members, self._policy, self._turn, self._registry.has_prefill_pool, prefill_failed
+                call.view, members, self.policy, self._turn, self._registry.has_prefill_pool, prefill_failed
             )
         except NoWorker:
             if last is not None:

@@ -1,9 +1,17 @@
 """Where a request goes, and why: remote prefill, or prefill where it decodes, and on which workers.
 
-Pure: a view of the fleet in, a decision with every term it compared out. The same arguments give the same decision;
-ties are broken by ``turn``, which the caller advances. Knows nothing about sockets, clocks or how views come to be.
+Pure: a view of the fleet in, a decision out that keeps everything it was made from, so that ``explain`` can replay it.
+The same arguments give the same decision; ties are broken by ``turn``, which the caller advances. Knows nothing about
+sockets, clocks, how views come to be, or how costs are learned.
 
-Scores are in prompt tokens, lower is better:
+Policies:
+
+    cost         the placement of least estimated cost that keeps both SLOs, or else violates them least (see ``cost``)
+    static       a threshold of uncached tokens, as other routers have; workers by a score in prompt tokens, below
+    least_load   the same threshold of prompt tokens; the workers with the fewest requests, whatever they have cached
+    round_robin  the same threshold of prompt tokens; workers in turn
+
+Scores of ``static``, lower is better:
 
     prefill worker   tokens it still has to compute + uncached tokens of this prompt + request_cost x requests on it
     decode worker    the same when it prefills itself; else tokens to move count a sixteenth of tokens to compute
@@ -12,16 +20,24 @@ Scores are in prompt tokens, lower is better:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
-from kvbaton.types import Role
+import msgspec
 
+from kvbaton.router.cost import Candidate, FleetCosts, Limits, locals_, pairs, uncached
+from kvbaton.router.views import MemberView, RequestView
+
+__all__ = ["REASONS", "Decision", "MemberView", "NoWorker", "PolicyConfig", "RequestView", "decide"]
+
+PolicyKind = Literal["cost", "static", "least_load", "round_robin"]
+Arm = Literal["split", "single", "none"]
 Reason = Literal[
     "remote",
+    "local_cheaper",
     "local_short",
     "local_cached",
     "local_colocated",
+    "local_rollout",
     "fallback_no_prefill",
     "fallback_prefill_failed",
     "fallback_prompt_too_long",
@@ -29,60 +45,104 @@ Reason = Literal[
 ]
 REASONS: dict[Reason, str] = {
     "remote": "a prefill worker computes the prompt, a decode worker pulls its KV",
-    "local_short": "too few uncached tokens for a hand-off to pay",
-    "local_cached": "the decode worker already holds the prefix, and too few tokens are left to compute",
+    "local_cheaper": "prefill where it decodes is estimated to cost less than any hand-off",
+    "local_short": "fewer uncached tokens than the static threshold",
+    "local_cached": "the decode worker holds the prefix: fewer tokens are left to compute than the static threshold",
     "local_colocated": "the fleet has no prefill pool",
+    "local_rollout": "it would have been handed over, but belongs to the share that `disagg_percent` keeps local",
     "fallback_no_prefill": "the fleet has a prefill pool, but none of it takes requests now",
     "fallback_prefill_failed": "the hand-off failed, and no other prefill worker is left to try",
     "fallback_prompt_too_long": "no prefill worker can hold the prompt",
     "fallback_no_decode": "no decode worker takes requests; a prefill worker serves the whole request",
 }
-
-
 _MOVE_WEIGHT = 1 / 16
+COLD = FleetCosts()
 
 
-@dataclass(frozen=True)
-class MemberView:
-    """One worker that takes requests, as the router sees it now."""
-
-    name: str
-    role: Role
-    num_requests: int  # reported, corrected by what this router sent and got back since
-    queued_tokens: int  # prompt tokens still to be computed
-    max_context: int
-    cached_tokens: int = 0  # of this prompt, by the prefix index
-
-
-@dataclass(frozen=True)
-class RequestView:
-    num_prompt_tokens: int  # of all prompts together
-    num_prompts: int
-    longest_prompt_tokens: int
-    max_total_tokens: int  # prompt and output of the longest sequence
-
-
-@dataclass(frozen=True)
-class PolicyConfig:
-    threshold_tokens: int = 64
+class PolicyConfig(msgspec.Struct, frozen=True):
+    threshold_tokens: int | None = None  # set: a static policy; None: the break-even is computed
     request_cost_tokens: int = 256
+    kind: PolicyKind = "cost"
+    ttft_slo_s: float = 2.0
+    tpot_slo_s: float = 0.1
+    disagg_percent: float = 100.0  # of requests that would go remote, those whose bucket is below do
+
+    @property
+    def by_cost(self) -> bool:
+        return self.kind == "cost" and self.threshold_tokens is None
+
+    @property
+    def threshold(self) -> int:
+        """Of the policies that have one; unset: everything is handed over."""
+        return self.threshold_tokens or 0
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.ttft_slo_s, self.tpot_slo_s)
 
 
-@dataclass(frozen=True)
-class Decision:
+class Case(msgspec.Struct, frozen=True):
+    """Everything a decision depends on."""
+
+    request: RequestView
+    members: tuple[MemberView, ...]
+    config: PolicyConfig
+    turn: int
+    has_prefill_pool: bool
+    prefill_failed: bool
+    costs: FleetCosts
+
+
+class Decision(msgspec.Struct, frozen=True):
     reason: Reason
     decode: str
     prefill: str | None
     foretold_cached_tokens: int  # on the worker that will prefill
-    terms: dict[str, float] = field(default_factory=dict)  # everything that was compared
+    terms: dict[str, float]  # of the placement that was chosen, and what it was measured against
+    case: Case
+    arm: Arm = "none"  # of the rollout; none: not eligible
 
     @property
     def remote(self) -> bool:
         return self.prefill is not None
 
+    @property
+    def ttft_s(self) -> float | None:
+        """The estimate, if the policy made one."""
+        return self.terms.get("ttft_s")
+
 
 class NoWorker(Exception):
     """Nobody can take the request now."""
+
+
+class _Pools:
+    """The members that can take the request, by what they can do, in the order of this turn."""
+
+    def __init__(self, case: Case) -> None:
+        request, turn = case.request, case.turn
+        able = [m for m in case.members if m.max_context >= request.max_total_tokens]
+        self.prefills = [m for m in case.members if m.role == "prefill"]
+        self.roomy = _rotated([m for m in self.prefills if m.max_context > request.longest_prompt_tokens], turn)
+        self.decodes = _rotated([m for m in able if m.role == "decode"], turn)
+        self.locals = self.decodes
+        if len(self.decodes) < sum(m.role != "prefill" for m in able):
+            self.locals = _rotated([m for m in able if m.role != "prefill"], turn)
+        self.last_resort = [] if self.locals else _rotated([m for m in able if m.role == "prefill"], turn)
+
+    def only_local(self, case: Case) -> Reason | None:
+        """Why there is no choice; None when there is one."""
+        if not self.locals:
+            if not self.last_resort:
+                raise NoWorker
+            return "fallback_no_decode"
+        if not case.has_prefill_pool or not self.decodes:
+            return "local_colocated"
+        if self.roomy:
+            return None
+        if case.prefill_failed:
+            return "fallback_prefill_failed"
+        return "fallback_prompt_too_long" if self.prefills else "fallback_no_prefill"
 
 
 def decide(
@@ -92,75 +152,105 @@ def decide(
     turn: int,
     has_prefill_pool: bool,
     prefill_failed: bool = False,
+    costs: FleetCosts = COLD,
 ) -> Decision:
     """``members`` are those that take requests now and were not tried before; ``has_prefill_pool`` speaks of the whole
     fleet, healthy or not; ``prefill_failed`` is set when a hand-off of this request failed already."""
-    able = [m for m in members if m.max_context >= request.max_total_tokens]
-    decodes = [m for m in able if m.role == "decode"]
-    locals_ = [m for m in able if m.role != "prefill"]
-    prefills = [m for m in members if m.role == "prefill"]
-    roomy = [m for m in prefills if m.max_context > request.longest_prompt_tokens]
+    return decide_case(Case(request, tuple(members), config, turn, has_prefill_pool, prefill_failed, costs))
+
+
+def decide_case(case: Case) -> Decision:
+    return _by_cost(case) if case.config.by_cost else _by_rule(case)
+
+
+# -- by estimated cost ---------------------------------------------------------------------------------------------
+
+
+def candidates(case: Case) -> tuple[list[Candidate], list[Candidate]]:
+    """(local, remote) placements that are possible."""
+    pools, limits = _Pools(case), case.config.limits
+    alone = pools.only_local(case) is not None
+    here = locals_(case.request, pools.locals or pools.last_resort, case.costs, limits)
+    return here, [] if alone else pairs(case.request, pools.roomy, pools.decodes, case.costs, limits)
+
+
+def _by_cost(case: Case) -> Decision:
+    pools, limits, request = _Pools(case), case.config.limits, case.request
+    forced = pools.only_local(case)
+    here = min(locals_(request, pools.locals or pools.last_resort, case.costs, limits))
+    if forced is not None:
+        return _placed(case, forced, here, None)
+    away = min(pairs(request, pools.roomy, pools.decodes, case.costs, limits))
+    # Candidates compare by violation, then cost. Equal ones stay: no bytes need to move.
+    if (here.violation, here.cost_s) <= (away.violation, away.cost_s):
+        return _placed(case, "local_cheaper", here, away)
+    if request.bucket >= case.config.disagg_percent:
+        return _placed(case, "local_rollout", here, away, "single")
+    return _placed(case, "remote", away, here, "split")
+
+
+def _placed(
+    case: Case, reason: Reason, chosen: Candidate, rival: Candidate | None, arm: Arm = "none"
+) -> Decision:  # fmt: skip
+    terms = chosen.terms
+    if rival is not None:
+        terms["rival_cost_s"], terms["rival_violation"] = rival.cost_s, rival.violation
+    where = chosen.prefill or chosen.decode
+    cached = next(m.cached_tokens for m in case.members if m.name == where)
+    return Decision(reason, chosen.decode, chosen.prefill, cached, terms, case, arm)
+
+
+# -- by rule -------------------------------------------------------------------------------------------------------
+
+
+def _by_rule(case: Case) -> Decision:
+    pools, request, config = _Pools(case), case.request, case.config
+    forced = pools.only_local(case)
     terms: dict[str, float] = {}
-    if not locals_:
-        last_resort = [m for m in able if m.role == "prefill"]
-        if not last_resort:
-            raise NoWorker
-        return _local("fallback_no_decode", last_resort, request, config, turn, terms)
-    if not has_prefill_pool:
-        return _local("local_colocated", locals_, request, config, turn, terms)
-    if not decodes or not roomy:
-        reason: Reason = "fallback_no_prefill"
-        if not decodes:
-            reason = "local_colocated"
-        elif prefill_failed:
-            reason = "fallback_prefill_failed"
-        elif prefills:
-            reason = "fallback_prompt_too_long"
-        return _local(reason, locals_, request, config, turn, terms)
-    here = _best("local", locals_, request, config, turn, terms)
-    uncached = _uncached(request, here) / request.num_prompts
-    terms["uncached_tokens"] = uncached
-    terms["threshold_tokens"] = config.threshold_tokens
-    if uncached < config.threshold_tokens:
-        reason = "local_cached" if request.longest_prompt_tokens >= config.threshold_tokens else "local_short"
-        return Decision(reason, here.name, None, here.cached_tokens, terms)
-    prefill = _best("prefill", roomy, request, config, turn, terms)
-    decode = _best("decode", decodes, request, config, turn, terms)
-    return Decision("remote", decode.name, prefill.name, prefill.cached_tokens, terms)
-
-
-def _uncached(request: RequestView, member: MemberView) -> int:
-    """At least one prompt token is always computed."""
-    return max(1, request.num_prompt_tokens - member.cached_tokens)
-
-
-def _local(
-    reason: Reason,
-    members: Sequence[MemberView],
-    request: RequestView,
-    config: PolicyConfig,
-    turn: int,
-    terms: dict[str, float],
-) -> Decision:
-    best = _best("local", members, request, config, turn, terms)
-    return Decision(reason, best.name, None, best.cached_tokens, terms)
+    here = _best("local", pools.locals or pools.last_resort, case, terms)
+    if forced is not None:
+        return Decision(forced, here.name, None, here.cached_tokens, terms, case)
+    counts = uncached(request, here) if config.kind in ("cost", "static") else request.num_prompt_tokens
+    each = counts / request.num_prompts
+    terms["uncached_tokens"] = each
+    terms["threshold_tokens"] = config.threshold
+    if each < config.threshold:
+        short = request.longest_prompt_tokens < config.threshold
+        return Decision("local_short" if short else "local_cached", here.name, None, here.cached_tokens, terms, case)
+    if request.bucket >= config.disagg_percent:
+        return Decision("local_rollout", here.name, None, here.cached_tokens, terms, case, "single")
+    prefill = _best("prefill", pools.roomy, case, terms)
+    decode = _best("decode", pools.decodes, case, terms)
+    return Decision("remote", decode.name, prefill.name, prefill.cached_tokens, terms, case, "split")
 
 
 def _best(
-    label: Literal["local", "prefill", "decode"],
-    members: Sequence[MemberView],
-    request: RequestView,
-    config: PolicyConfig,
-    turn: int,
-    terms: dict[str, float],
-) -> MemberView:
-    """The lowest score; among equals the one whose turn it is."""
+    label: Literal["local", "prefill", "decode"], members: Sequence[MemberView], case: Case, terms: dict[str, float]
+) -> MemberView:  # fmt: skip
+    """The lowest score; among equals the first, whose turn it is."""
     # Blocks a decode worker has already need not be moved, but a moved token costs far less than a computed one.
     weight = _MOVE_WEIGHT if label == "decode" else 1.0
-    scores = [
-        m.queued_tokens + weight * _uncached(request, m) + config.request_cost_tokens * m.num_requests for m in members
-    ]
-    for member, score in zip(members, scores, strict=True):
+    request, config = case.request, case.config
+    best, lowest = members[0], float("inf")
+    for member in members:
+        if config.kind == "round_robin":
+            score = 0.0
+        elif config.kind == "least_load":
+            score = float(member.num_requests)
+        else:
+            score = (
+                member.queued_tokens
+                + weight * uncached(request, member)
+                + config.request_cost_tokens * member.num_requests
+            )
         terms[f"{label}:{member.name}"] = score
-    count = len(members)
-    return members[min(range(count), key=lambda i: (scores[i], (i - turn) % count))]
+        if score < lowest:
+            best, lowest = member, score
+    return best
+
+
+def _rotated(members: list[MemberView], turn: int) -> list[MemberView]:
+    if len(members) < 2:
+        return members
+    start = turn % len(members)
+    return members[start:] + members[:start]

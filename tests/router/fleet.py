@@ -84,7 +84,10 @@ class Fleet:
 
 @asynccontextmanager
 async def running_fleet(tokenizer: Tokenizer, roles: dict[str, Role], **settings: Any) -> AsyncIterator[Fleet]:
-    """``roles``: name -> role of each scripted worker. Every member has been polled once."""
+    """``roles``: name -> role of each scripted worker. Every member has been polled once.
+
+    Routed by a static threshold unless told otherwise, so that what is under test does not hang on estimates.
+    """
     async with AsyncExitStack() as stack:
         workers, servers, stops, urls = {}, {}, {}, {}
         for name, role in roles.items():
@@ -93,7 +96,11 @@ async def running_fleet(tokenizer: Tokenizer, roles: dict[str, Role], **settings
             stops[name] = await stack.enter_async_context(AsyncExitStack())
             urls[name] = await stops[name].enter_async_context(serving(servers[name]))
         members = [MemberSettings(urls[name], role, name) for name, role in roles.items()]
-        router, clock, metrics = RouterSettings(**settings), MonotonicClock(), Metrics("router")
+        router, clock, metrics = (
+            RouterSettings(**{"threshold_tokens": 64, **settings}),
+            MonotonicClock(),
+            Metrics("router"),
+        )
         index = PrefixIndex(router.index_block_tokens, router.index_blocks)
         registry = Registry(members, "tiny", index, metrics)
         session = await stack.enter_async_context(open_session(router))

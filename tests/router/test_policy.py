@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvbaton.router.policy import REASONS, Decision, MemberView, NoWorker, PolicyConfig, RequestView, decide
 from kvbaton.types import Role
