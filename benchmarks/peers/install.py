@@ -77,6 +77,8 @@ PEERS = (
         (("install", *QUIET, "--no-cache-dir", "--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36"),),
         prelude=TILE_CONFIG_FIX,
     ),
+    # The router of the vLLM project, in Rust; for benchmarks/router.py.
+    Peer("vllm-router", "about 100 MB", (("install", *QUIET, "vllm-router==0.1.17"),)),
 )
 
 

@@ -1,0 +1,296 @@
+"""The router alone, on one core, against workers that compute nothing, beside vllm-router in its prefill/decode mode.
+
+Client and mock workers are native programs (``benchmarks/httpload``, compiled on first use) on the other core, far faster
+than either router; ``direct`` is the client against the mock without a router, in the same run. Both routers keep their
+defaults and write their logs to a file. vllm-router (Rust) is installed by ``python -m benchmarks.peers.install
+vllm-router``.
+
+Workloads, each in a closed loop of 1, 16, 64 and 512 connections:
+
+    requests   one short JSON answer each: requests per second, latency, CPU of the router per request
+    streams    64 tokens at a steady gap of 20 ms each: chunks per second, how long each one travelled, CPU per chunk
+    burst      16 tokens that the worker writes at once, as fast as requests come
+
+Prompts: ``text`` is what clients send, which kvbaton tokenizes and vllm-router passes on unread; ``ids`` are token ids.
+kvbaton makes one call for each request, to the decode worker; vllm-router makes two, one to each worker.
+
+Usage: python -m benchmarks.router [--workloads requests,streams] [--prompts short-text,...] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from benchmarks.peers.install import peer
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.engine.weights import default_model_dir
+from kvbaton.types import Fingerprint
+from kvbaton.workers.protocol import WorkerInfo, WorkerStats
+
+SOURCES = Path(__file__).resolve().parent / "httpload"
+ROUTER_CPU, LOAD_CPU = 0, 1
+READY_DEADLINE_S = 60.0
+NUM_TOKENS = {"requests": 16, "streams": 64, "burst": 16}
+GAP_US = {"requests": 0, "streams": 20_000, "burst": 0}
+PROMPT_TOKENS = {"short": 64, "long": 4096}
+
+
+@dataclass(frozen=True)
+class Ports:
+    prefill: int
+    decode: int
+    router: int
+
+
+def compile_tools(into: Path) -> None:
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise SystemExit(f"the load generator needs a C++17 compiler; {compiler} was not found (set CXX)")
+    for name in ("mock", "load"):
+        command = [compiler, "-O2", "-std=c++17", "-o", str(into / name), str(SOURCES / f"{name}.cpp")]
+        subprocess.run(command, check=True)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def pinned(cpu: int) -> Callable[[], None]:
+    return lambda: os.sched_setaffinity(0, {cpu})
+
+
+def worker_info(role: Any) -> bytes:
+    return msgspec.json.encode(
+        WorkerInfo(
+            state="serving",
+            role=role,
+            model_id="mock",
+            incarnation=role,
+            fingerprint=Fingerprint(1, "r", 1, 1, 8, "float32", ""),
+            max_context=200_000,
+            block_size=16,
+            kv_host="127.0.0.1",
+            kv_port=1,
+            stats=WorkerStats(num_blocks=100_000, num_blocks_free=100_000),
+        )
+    )
+
+
+@contextmanager
+def process(command: Sequence[str | Path], cpu: int, log: Path, **environ: str) -> Iterator[psutil.Process]:
+    with log.open("ab") as output:
+        started = subprocess.Popen(
+            [str(word) for word in command],
+            stdout=output,
+            stderr=output,
+            preexec_fn=pinned(cpu),
+            env={**os.environ, **environ},
+        )
+    try:
+        yield psutil.Process(started.pid)
+    finally:
+        started.terminate()
+        try:
+            started.wait(10)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+
+
+@contextmanager
+def mocks(folder: Path, ports: Ports) -> Iterator[None]:
+    for role in ("prefill", "decode"):
+        (folder / f"{role}.json").write_bytes(worker_info(role))
+    command = [folder / "mock", str(ports.prefill), folder / "prefill.json", str(ports.decode), folder / "decode.json"]
+    with process(command, LOAD_CPU, folder / "mock.log"):
+        wait_for(f"http://127.0.0.1:{ports.decode}/health", folder / "mock.log")
+        yield
+
+
+def wait_for(url: str, log: Path) -> None:
+    deadline_s = time.monotonic() + READY_DEADLINE_S
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except OSError:
+            if time.monotonic() > deadline_s:
+                tail = log.read_text(errors="replace")[-2000:]
+                raise SystemExit(f"nothing answers at {url} after {READY_DEADLINE_S:.0f} s\n{tail}") from None
+            time.sleep(0.1)
+
+
+@contextmanager
+def kvbaton(folder: Path, ports: Ports) -> Iterator[psutil.Process]:
+    config = folder / "fleet.toml"
+    workers = [("prefill", ports.prefill), ("decode", ports.decode)]
+    entries = [f'[[workers]]\nurl = "http://127.0.0.1:{port}"\nrole = "{role}"\n' for role, port in workers]
+    config.write_text(
+        f'[model]\ndir = "{default_model_dir()}"\nname = "mock"\n[router]\nport = {ports.router}\n' + "".join(entries)
+    )
+    command = [sys.executable, "-m", "kvbaton.cli.main", "router", "--config", config]
+    with process(command, ROUTER_CPU, folder / "kvbaton.log", KVBATON_INTERNAL_KEY="benchmark" * 3) as running:
+        wait_for(f"http://127.0.0.1:{ports.router}/ready", folder / "kvbaton.log")
+        yield running
+
+
+@contextmanager
+def vllm_router(folder: Path, ports: Ports) -> Iterator[psutil.Process]:
+    (prometheus,) = free_ports(1)
+    command = [
+        peer("vllm-router").directory / "bin" / "vllm-router", "--vllm-pd-disaggregation",
+        "--prefill", f"http://127.0.0.1:{ports.prefill}", "--decode", f"http://127.0.0.1:{ports.decode}",
+        "--policy", "round_robin", "--host", "127.0.0.1", "--port", str(ports.router),
+        "--prometheus-port", str(prometheus), "--worker-startup-check-interval", "1",
+        "--max-concurrent-requests", "4096", "--queue-size", "4096",
+    ]  # fmt: skip
+    with process(command, ROUTER_CPU, folder / "vllm-router.log") as running:
+        wait_for(f"http://127.0.0.1:{ports.router}/health", folder / "vllm-router.log")
+        yield running
+
+
+@contextmanager
+def direct(folder: Path, ports: Ports) -> Iterator[None]:
+    yield None
+
+
+ROUTERS: dict[str, Callable[[Path, Ports], Any]] = {"direct": direct, "kvbaton": kvbaton, "vllm-router": vllm_router}
+
+
+def request_body(workload: str, prompt: str, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Path and body. The marks become digits that differ from request to request, so no prefix is known already."""
+    length, kind = prompt.split("-")
+    num_tokens = PROMPT_TOKENS[length]
+    extra: dict[str, Any] = {"model": "mock", "max_tokens": NUM_TOKENS[workload], "stream": workload != "requests"}
+    if GAP_US[workload]:
+        extra["user"] = f"gap_us={GAP_US[workload]}"
+    if kind == "ids":
+        ids = ", ".join(["@A@@", "@B@@", *(str(1000 + i * 7 % 9000) for i in range(num_tokens - 2))])
+        return "/v1/completions", json.dumps(extra)[:-1] + f', "prompt": [{ids}]}}'
+    text = "Request @A@@ @B@@."
+    sentence = " The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
+    while len(tokenizer.encode(text)) < num_tokens:
+        text += sentence
+    if kind == "chat":
+        return "/v1/chat/completions", json.dumps({**extra, "messages": [{"role": "user", "content": text}]})
+    return "/v1/completions", json.dumps({**extra, "prompt": text})
+
+
+def run_load(folder: Path, port: int, connections: int, seconds: float, request: tuple[str, str]) -> dict[str, Any]:
+    path, body = request
+    (folder / "body.json").write_text(body)
+    command = [folder / "load", str(port), str(connections), str(seconds), path, folder / "body.json"]
+    done = subprocess.run(
+        [str(word) for word in command],
+        check=True,
+        capture_output=True,
+        preexec_fn=pinned(LOAD_CPU),
+        timeout=seconds + 60,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def cpu_s(running: psutil.Process | None) -> float:
+    if running is None:
+        return 0.0
+    times = running.cpu_times()
+    return float(times.user + times.system)
+
+
+def measure(folder: Path, ports: Ports, plan: argparse.Namespace, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    rows = []
+    for name in plan.routers:
+        with ROUTERS[name](folder, ports) as running:
+            port = ports.decode if name == "direct" else ports.router
+            warm = request_body("burst", "short-text", tokenizer)
+            run_load(folder, port, 8, 0.5, warm)
+            for workload in plan.workloads:
+                for prompt in plan.prompts:
+                    request = request_body(workload, prompt, tokenizer)
+                    for connections in plan.connections:
+                        seconds = plan.seconds + (2.0 if workload == "streams" else 0.0)
+                        before = cpu_s(running)
+                        found = run_load(folder, port, connections, seconds, request)
+                        spent_s = cpu_s(running) - before
+                        row = {"router": name, "workload": workload, "prompt": prompt, "connections": connections}
+                        rows.append({**row, "router_cpu_s": spent_s, "wall_s": seconds, **found})
+                        print(as_line(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def as_line(row: dict[str, Any]) -> str:
+    share = row["router_cpu_s"] / row["wall_s"]
+    counted_s = row["seconds"]
+    units = row["chunks"] if row["workload"] == "streams" else row["requests"]
+    per_unit_us = row["router_cpu_s"] * counted_s / row["wall_s"] / units * 1e6 if units else 0.0
+    latency, first, chunk = row["latency_us"], row["first_us"], row["chunk_us"]
+    return (
+        f"{row['router']:<12} {row['workload']:<9} {row['prompt']:<11} {row['connections']:>4}  "
+        f"{row['requests'] / counted_s:>8.0f} req/s  {row['chunks'] / counted_s:>8.0f} chunks/s  "
+        f"latency {latency['p50'] / 1e3:>8.3f} {latency['p99'] / 1e3:>8.3f} ms  "
+        f"first {first['p50'] / 1e3:>8.3f} {first['p99'] / 1e3:>8.3f} ms  "
+        f"chunk {chunk['p50'] / 1e3:>7.3f} {chunk['p99'] / 1e3:>7.3f} ms  "
+        f"cpu {share:>4.0%} {per_unit_us:>7.1f} us  bad {row['refused'] + row['errors']}"
+    )
+
+
+def words(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        found = text.split(",")
+        if not set(found) <= set(choices):
+            raise argparse.ArgumentTypeError(f"choose from {', '.join(choices)}")
+        return found
+
+    return parse
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    prompts = [f"{length}-{kind}" for length in PROMPT_TOKENS for kind in ("text", "chat", "ids")]
+    parser.add_argument("--workloads", type=words(list(NUM_TOKENS)), default=["requests", "streams"])
+    parser.add_argument("--prompts", type=words(prompts), default=["short-text"])
+    parser.add_argument("--routers", type=words(list(ROUTERS)), default=list(ROUTERS))
+    parser.add_argument("--connections", type=lambda text: [int(n) for n in text.split(",")], default=[1, 16, 64, 512])
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--json", type=Path)
+    plan = parser.parse_args()
+    if "vllm-router" in plan.routers and not peer("vllm-router").installed:
+        raise SystemExit("vllm-router is not installed: python -m benchmarks.peers.install vllm-router")
+    if (os.cpu_count() or 1) < 2:
+        raise SystemExit("this needs two cores: one for the router, one for client and mocks")
+    tokenizer = Tokenizer.load(default_model_dir())
+    with tempfile.TemporaryDirectory() as name:
+        folder, ports = Path(name), Ports(*free_ports(3))
+        compile_tools(folder)
+        with mocks(folder, ports):
+            rows = measure(folder, ports, plan, tokenizer)
+    if plan.json:
+        plan.json.write_text(json.dumps(rows, indent=1))
+    return 1 if any(row["refused"] or row["errors"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
