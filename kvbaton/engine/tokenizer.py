@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.engine.chat_template import ChatTemplate
+from kvbaton.engine.user_text import MarkerGuard
 from kvbaton.types import LocalError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -37,7 +38,6 @@ class Tokenizer:
         self._library.no_truncation()
         self._library.no_padding()
         self._chat = chat
-        self._special_tokens = dict(special_tokens)
         self.strips_first_space = _strips_first_space(definition)
         byte_level = _is_byte_level(definition.get("decoder"))
         self._bytes: list[bytes] = [b""] * self._id_limit()
@@ -47,6 +47,23 @@ class Tokenizer:
         self.special_token_ids: frozenset[int] = frozenset(token["id"] for token in added if token.get("special"))
         eos_id = self._library.token_to_id(special_tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
+        self._guard = MarkerGuard(self._library, definition, self.special_token_ids | self._written_by_template(added))
+
+    def _written_by_template(self, added: Sequence[Mapping[str, Any]]) -> set[int]:
+        """Added tokens that the template itself writes around plain messages.
+
+        Some models' turns are marked by tokens that their vocabulary does not call special.
+        """
+        if self._chat is None:
+            return set()
+        turns = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
+        ids = {token["id"] for token in added}
+        for messages in (turns, turns[1:]):  # some templates refuse a system message
+            try:
+                return ids.intersection(self.encode(self._chat.render(messages), add_special_tokens=False))
+            except LocalError:
+                continue
+        return set()
 
     def _id_limit(self) -> int:
         return 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -74,7 +91,7 @@ class Tokenizer:
         return self._chat is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens written out in ``text`` become those tokens, as chat templates need."""
+        """Special tokens written out in ``text`` become those tokens, as vLLM does for completions."""
         return self._library.encode(text, add_special_tokens=add_special_tokens).ids
 
     def chat(
@@ -84,12 +101,19 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation, laid out by the model's own template. Bad messages are a ``LocalError``."""
+        """Tokens of a conversation, laid out by the model's own template. Bad messages are a ``LocalError``.
+
+        Special tokens come from the template only: one written in a message is ordinary text.
+        """
         if self._chat is None:
             raise LocalError(
                 "this model has no chat template", field="messages", fix="use /v1/completions, or a model with one"
             )
-        text = self._chat.render(messages, tools, add_generation_prompt, template_kwargs)
+        originals: list[str] = []
+        sealed, sealed_tools = self._guard.seal(messages, originals), self._guard.seal(tools, originals)
+        text = self._chat.render(sealed, sealed_tools, add_generation_prompt, template_kwargs)
+        if originals:
+            return self._guard.encode(text, originals)
         return self.encode(text, add_special_tokens=False)  # the template writes them itself
 
     def token_bytes(self, token_id: int) -> bytes:
