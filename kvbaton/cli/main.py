@@ -20,6 +20,7 @@ VERBS: dict[str, str] = {
     "up": "kvbaton.cli.up",
     "worker": "kvbaton.cli.worker",
     "router": "kvbaton.cli.router",
+    "fleet": "kvbaton.cli.fleet_commands",
     "kv": "kvbaton.cli.plan_commands",
     "plan": "kvbaton.cli.plan_commands",
     "advise": "kvbaton.cli.plan_commands",
@@ -28,6 +29,7 @@ VERBS: dict[str, str] = {
     "verify": "kvbaton.cli.bench_commands",
     "profile": "kvbaton.cli.bench_commands",
     "link": "kvbaton.cli.bench_commands",
+    "drill": "kvbaton.cli.drill_commands",
 }
 
 

@@ -29,6 +29,14 @@ def assign_cores(available: Sequence[int], num_workers: int) -> list[tuple[int, 
     return sets
 
 
+def emptiest_cores(available: Sequence[int], taken: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """For one more worker: as many as an even division among all would give, of those that fewest others are on."""
+    assert available
+    share = max(1, len(available) // (len(taken) + 1))
+    load = {core: sum(core in cores for cores in taken) for core in available}
+    return tuple(sorted(sorted(available, key=lambda core: (load[core], core))[:share]))
+
+
 def fit_kv_memory_mib(num_workers: int, free_memory_bytes: int, num_shared: int, free_shm_bytes: int) -> int:
     """KV memory of one worker that surely fits: half of what is free, in shared memory four fifths for those in it."""
     fits = free_memory_bytes // 2 // num_workers

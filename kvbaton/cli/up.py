@@ -16,10 +16,12 @@ from typing import Any
 import click
 
 from kvbaton.cli import options
-from kvbaton.cli.placement import LEAST_KV_MIB, assign_cores, fit_kv_memory_mib
+from kvbaton.cli.fleet_control import FleetControl
+from kvbaton.cli.placement import LEAST_KV_MIB, assign_cores, emptiest_cores, fit_kv_memory_mib
 from kvbaton.cli.supervisor import ChildSpec, Supervisor
 from kvbaton.config import INTERNAL_KEY_VARIABLE, FleetSettings, to_environ, without_settings
 from kvbaton.kv.shared_pool import sweep_stale
+from kvbaton.router.control import FleetStatus, Process
 from kvbaton.types import LocalError, Role
 
 _KEPT_LOG_DIRECTORIES = 10
@@ -57,10 +59,17 @@ def up_command(
 
     if stale := sweep_stale():
         progress.tell("up", f"removed {len(stale)} shared-memory segment(s) of processes that died")
-    router, workers = child_specs(fleet, roles, logs, {INTERNAL_KEY_VARIABLE: key}, given["log_level"])
+    start = Start(fleet, logs, {INTERNAL_KEY_VARIABLE: key}, given["log_level"])
+    router, workers = start.child_specs(roles)
 
     async def main() -> None:
-        supervisor = Supervisor(router, workers, key, progress.tell)
+        supervisor = Supervisor(router, workers, key, progress.tell, start.one_more)
+
+        def about(processes: list[Process]) -> FleetStatus:
+            url, transport = supervisor.router.address, fleet.worker.transport
+            return FleetStatus(os.getpid(), url, model_name(fleet), processes, str(logs), transport, key)
+
+        control = FleetControl(supervisor, about, {role: roles.count(role) for role in roles})
         stop = asyncio.Event()
 
         first_s: list[float] = []
@@ -74,9 +83,10 @@ def up_command(
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
-        await supervisor.run(
-            given["ready_timeout_s"], lambda: announce(supervisor, fleet, logs, given["as_json"]), stop
-        )
+        async with control.listening():
+            await supervisor.run(
+                given["ready_timeout_s"], lambda: announce(supervisor, fleet, logs, given["as_json"]), stop
+            )
 
     asyncio.run(main())
     progress.tell("up", "everything has ended")
@@ -107,7 +117,7 @@ def complete(fleet: FleetSettings, roles: list[Role], progress: Progress) -> Fle
     if not model.kv_blocks and not model.kv_memory_mib:
         import psutil
 
-        shared = 0 if fleet.worker.transport == "tcp" else sum(role != "decode" for role in roles)
+        shared = 0 if fleet.worker.transport == "tcp" else len(roles)
         shm_bytes = psutil.disk_usage("/dev/shm").free if shared else 0
         fits_mib = fit_kv_memory_mib(len(roles), psutil.virtual_memory().available, shared, shm_bytes)
         if fits_mib < LEAST_KV_MIB:
@@ -121,30 +131,55 @@ def complete(fleet: FleetSettings, roles: list[Role], progress: Progress) -> Fle
     return dataclasses.replace(fleet, model=model, router=router)
 
 
-def child_specs(
-    fleet: FleetSettings, roles: list[Role], logs: Path, secrets_: dict[str, str], log_level: str
-) -> tuple[ChildSpec, list[ChildSpec]]:
+@dataclasses.dataclass(frozen=True)
+class Start:
     """What to start: every setting goes by the environment, so that nothing is said twice and no secret is listed."""
-    base = {**without_settings(os.environ), **secrets_, "KVBATON_LOG_LEVEL": log_level}
-    drain_s = fleet.worker.drain_s
-    router_environ = {**base, **to_environ(model=fleet.model, router=fleet.router)}
-    router = ChildSpec("router", "router", router_environ, logs / "router.log", drain_s)
-    workers, seen = [], {"prefill": 0, "decode": 0, "both": 0}
-    cores = assign_cores(sorted(os.sched_getaffinity(0)), len(roles))
-    for role, own in zip(roles, cores, strict=True):
-        name = f"{role}-{seen[role]}"
-        seen[role] += 1
+
+    fleet: FleetSettings
+    logs: Path
+    secrets_: dict[str, str]
+    log_level: str
+    taken: list[tuple[int, ...]] = dataclasses.field(default_factory=list)  # cores of each worker so far
+
+    def child_specs(self, roles: list[Role]) -> tuple[ChildSpec, list[ChildSpec]]:
+        environ = {**self._base, **to_environ(model=self.fleet.model, router=self.fleet.router)}
+        router = ChildSpec("router", "router", environ, self.logs / "router.log", self.fleet.worker.drain_s)
+        seen: dict[Role, int] = {}
+        workers = []
+        for role, own in zip(roles, assign_cores(_available(), len(roles)), strict=True):
+            workers.append(self._worker(role, f"{role}-{seen.get(role, 0)}", own))
+            seen[role] = seen.get(role, 0) + 1
+        return router, workers
+
+    def one_more(self, role: Role, name: str) -> ChildSpec:
+        """A worker that joins later shares the cores that fewest others are on."""
+        return self._worker(role, name, emptiest_cores(_available(), self.taken))
+
+    @property
+    def _base(self) -> dict[str, str]:
+        return {**without_settings(os.environ), **self.secrets_, "KVBATON_LOG_LEVEL": self.log_level}
+
+    def _worker(self, role: Role, name: str, own: tuple[int, ...]) -> ChildSpec:
+        fleet = self.fleet
+        self.taken.append(own)
         threads = fleet.worker.threads or len(own)
         worker = dataclasses.replace(fleet.worker, role=role, cores=own, threads=threads, port=0, kv_port=0)
         environ = {
-            **base,
+            **self._base,
             **to_environ(model=fleet.model, worker=worker),
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        workers.append(ChildSpec(name, "worker", environ, logs / f"{name}.log", drain_s, role))
-    return router, workers
+        return ChildSpec(name, "worker", environ, self.logs / f"{name}.log", fleet.worker.drain_s, role)
+
+
+def _available() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def model_name(fleet: FleetSettings) -> str:
+    return fleet.model.name or Path(fleet.model.dir).name
 
 
 class Progress:
@@ -160,7 +195,7 @@ class Progress:
 def announce(supervisor: Supervisor, fleet: FleetSettings, logs: Path, as_json: bool) -> None:
     """The result on stdout: where the fleet answers."""
     url = supervisor.router.address
-    model = fleet.model.name or Path(fleet.model.dir).name
+    model = model_name(fleet)
     if as_json:
         children = [
             {"name": child.spec.name, "role": child.kind, "pid": child.pid, "url": child.address}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -120,8 +120,8 @@ class Registry:
             self._forget(self._members.pop(name))
         for item in settings:
             known = self._members.get(item.name)
-            if known is not None and replace(known.settings, kv_address=item.kv_address) == item:
-                known.settings = item  # the same worker, at most reached by another way
+            if known is not None and (known.settings.url, known.role) == (item.url, item.role):
+                known.settings = item  # the same worker, at most reached by another way or told another role
             else:
                 if known is not None:
                     self._forget(known)

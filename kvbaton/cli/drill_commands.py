@@ -1,0 +1,1 @@
+"""``kvbaton drill``: rehearses failures on a running fleet."""
