@@ -100,8 +100,14 @@ class RouterSettings:
     index_block_tokens: int = 32  # grain of the router's memory of who holds which prefix
     index_blocks: int = 65536  # size of that memory for each worker
     max_inflight: int = 1024  # requests at once; more are refused with 429
-    max_queued: int = 512  # of these, requests that wait because no worker has room; more are refused with 503
+    max_queued: int = 512  # of these, requests that wait because no worker has room; more are refused with 429
+    max_queued_high: int = 256  # the same for requests with a priority below 0
+    max_queued_low: int = 256  # and for those with one above 0
     queue_timeout_s: float = 30.0  # how long one may wait for room
+    max_replays: int = 2  # how often a stream may be continued on another worker
+    first_token_min_s: float = 5.0  # a first token may take this long ...
+    first_token_factor: float = 8.0  # ... or so many times its estimate, before another worker is asked; 0: for ever
+    stream_stall_s: float = 20.0  # silence in the middle of a stream before it is continued elsewhere; 0: for ever
     max_body_bytes: int = 8 * 1024 * 1024
     max_total_body_bytes: int = 64 * 1024 * 1024  # of all requests at once; beyond it 503
     body_timeout_s: float = 30.0  # for the whole request body to arrive

@@ -117,6 +117,26 @@ METRICS: tuple[Metric, ...] = (
         ("cause",),
     ),
     Metric(
+        "kvbaton_router_replays_total",
+        "counter",
+        "router",
+        "Streams continued on another worker, by why the first failed (worker_error, prefill_failed, draining, stalled).",
+        ("cause",),
+    ),
+    Metric(
+        "kvbaton_router_replayed_tokens_total",
+        "counter",
+        "router",
+        "Output tokens that such streams had already, and that were given to the next worker as part of the prompt.",
+    ),
+    Metric(
+        "kvbaton_router_queue_refusals_total",
+        "counter",
+        "router",
+        "Requests answered 429 because the queue of their class (high, normal, low) was full.",
+        ("priority",),
+    ),
+    Metric(
         "kvbaton_router_broken_streams_total",
         "counter",
         "router",

@@ -26,9 +26,10 @@ from kvbaton.observe.log import event as log_event
 from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
 from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Call, Dispatcher, Flight
-from kvbaton.router.lifecycle import Event
+from kvbaton.router.lifecycle import Event, Lifecycle
 from kvbaton.router.policy import RequestView
 from kvbaton.router.registry import Registry
+from kvbaton.router.wishes import read_wishes
 from kvbaton.types import LocalError
 from kvbaton.workers.http import (
     BodyBudget,
@@ -154,7 +155,10 @@ class Gateway:
         """Serve it; the error that was answered, if one was."""
         exchange, settings = flight.exchange, self._settings
         try:
-            async with self.open.deadline(settings.request_timeout_s):
+            wishes = read_wishes(exchange.headers, settings.request_timeout_s)
+            flight.timeout_s = wishes.timeout_s
+            flight.lifecycle = Lifecycle(max_replays=settings.max_replays if wishes.replay else 0)
+            async with self.open.deadline(flight.timeout_s):
                 raw = await self._read(flight, claim)
                 await exchange.until_disconnect(self._process(flight, endpoint, raw))
             return None
@@ -226,6 +230,8 @@ class Gateway:
                 prompt_token_ids=tuple(tuple(ids) for ids in prompts),
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                journal=request.stream and flight.lifecycle.replays_left,
+                created_s=int(time.time()),
             ),
             view=RequestView(
                 num_prompt_tokens=sum(lengths),
