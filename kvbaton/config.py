@@ -97,7 +97,9 @@ class RouterSettings:
     profile: str = ""  # a file of `kvbaton profile`: where the cost models start from
     on_prefill_failure: Literal["local", "error"] = "local"  # after the other prefill workers were tried
     request_cost_tokens: int = 256  # what one request in flight on a worker weighs, in prompt tokens
-    index_block_tokens: int = 32  # grain of the router's memory of who holds which prefix
+    index_exact_blocks: int = 1 << 20  # KV blocks remembered of all workers together that say what they hold
+    kv_events_interval_s: float = 0.05  # between two questions for a worker's KV events
+    index_block_tokens: int = 32  # grain of the memory of who was sent which prefix, of workers that do not say
     index_blocks: int = 65536  # size of that memory for each worker
     max_inflight: int = 1024  # requests at once; more are refused with 429
     max_queued: int = 512  # of these, requests that wait because no worker has room; more are refused with 429
@@ -143,7 +145,7 @@ class FleetSettings:
 
 Settings = TypeVar("Settings", ModelSettings, WorkerSettings, RouterSettings)
 _SECTIONS: dict[str, type] = {"model": ModelSettings, "worker": WorkerSettings, "router": RouterSettings}
-_POSITIVE = re.compile(r"_(s|bytes|tokens)$|^(block_size|max_running|max_waiting|max_inflight|index_blocks)$")
+_POSITIVE = re.compile(r"_(s|bytes|tokens)$|^(block_size|max_running|max_waiting|max_inflight|index_blocks|index_exact_blocks)$")
 
 
 def load(

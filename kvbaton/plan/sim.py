@@ -22,6 +22,7 @@ from itertools import count
 from kvbaton.engine.sequence import Mode, Sequence
 from kvbaton.plan.sim_costs import exact_costs, worker_cost
 from kvbaton.plan.sim_incidents import Fleet
+from kvbaton.plan.sim_index import SimIndex
 from kvbaton.plan.sim_record import GapHistogram, Record
 from kvbaton.plan.sim_result import SimResult, collect
 from kvbaton.plan.sim_spec import FleetSpec, Incidents
@@ -30,7 +31,6 @@ from kvbaton.plan.workload import Trace, TraceRequest
 from kvbaton.router.cost import FleetCosts
 from kvbaton.router.lifecycle import Event, State
 from kvbaton.router.policy import Decision, NoWorker, RequestView, decide
-from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, SamplingParams
 
 CALM = Incidents()
@@ -56,7 +56,7 @@ class Simulation:
         self._shared_free_s = 0.0
         self.wire_bytes = 0
         self.fleet = Fleet(fleet, incidents, self.records, self.gaps)
-        self._index = PrefixIndex(self._block_size, self._index_blocks)
+        self._index = SimIndex(self._block_size, self._index_blocks, fleet.kv_lag_s)
         self._costs = costs or FleetCosts()
         if costs is None and fleet.policy.by_cost:
             mean = sum(each.output_tokens for each in trace.requests) / max(1, len(trace.requests))
@@ -139,7 +139,7 @@ class Simulation:
         """Route a request. False: it must wait until somebody has room."""
         if record.lifecycle.ended:
             return True
-        members = self.fleet.views(record, self._index)
+        members = self.fleet.views(record, self._index, self.now_s)
         view = RequestView(
             num_prompt_tokens=record.prompt_tokens,
             num_prompts=1,
@@ -165,9 +165,8 @@ class Simulation:
         record.lifecycle.on(Event.DISPATCH)
         record.attempt += 1
         record.reason = decision.reason
-        for name in (decision.prefill, decision.decode):
-            if name is not None:
-                self._index.record(name, record.hashes)
+        names = (decision.prefill, decision.decode)
+        self._index.dispatched(record, [self.fleet.workers[name] for name in names if name is not None])
         return True
 
     def _place(self, record: Record, decision: Decision) -> bool:
@@ -230,6 +229,7 @@ class Simulation:
         if incarnation != worker.incarnation:
             return
         outcome = worker.finish_step()
+        self._index.worked(worker, self.now_s)
         for record in outcome.finished:
             worker.active.pop(record.request_id, None)
             record.finish_s = self.now_s
@@ -309,6 +309,7 @@ class Simulation:
         source.active.pop(record.request_id, None)
         self._settle(target)
         target.scheduler.import_done(record.request_id, TOKEN)
+        self._index.worked(target, self.now_s)
         self._kick(target)
         self._kick(source)
         self.fleet.retire_if_idle(source, self.now_s)
@@ -319,6 +320,7 @@ class Simulation:
 
     def _end(self, record: Record, event: Event) -> None:
         lifecycle = record.lifecycle
+        self._index.over(record, self.now_s)
         if event is Event.COMPLETE and lifecycle.state is State.DISPATCHED:
             lifecycle.on(Event.FIRST_BYTES)
         lifecycle.on(event)
@@ -350,7 +352,7 @@ class Simulation:
         worker.active.clear()
         worker.accepting = False
         worker.reset()
-        self._index.forget(worker.name)
+        self._index.forget(worker)
         for record in victims:
             self._release(record)
             streamed = record.first_token_s is not None
@@ -359,6 +361,7 @@ class Simulation:
             if streamed or not record.lifecycle.may_retry:
                 self._end(record, Event.FAIL)
                 continue
+            self._index.over(record, self.now_s)
             record.lifecycle.on(Event.RETRY)
             record.attempt += 1
             record.tried.add(worker.name)

@@ -7,11 +7,11 @@ Knows nothing about requests beyond how many a worker has.
 from __future__ import annotations
 
 from kvbaton.plan.control import PoolLoad, ScalingState, decide
+from kvbaton.plan.sim_index import SimIndex
 from kvbaton.plan.sim_record import GapHistogram, Record
 from kvbaton.plan.sim_spec import FleetSpec, Incidents, PoolSpec
 from kvbaton.plan.sim_worker import SimWorker
 from kvbaton.router.policy import MemberView
-from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.types import LocalError
 
 
@@ -54,17 +54,18 @@ class Fleet:
         """Whether waiting can help: somebody serves, restarts or starts."""
         return any(worker.gone_s is None for worker in self.workers.values())
 
-    def views(self, record: Record, index: PrefixIndex) -> list[MemberView]:
+    def views(self, record: Record, index: SimIndex, now_s: float) -> list[MemberView]:
         """What the router sees."""
+        asked = [w for w in self.workers.values() if w.accepting and w.name not in record.tried]
+        cached = index.cached_tokens(record, asked, now_s)
         return [
             MemberView(
                 worker.name, worker.role, len(worker.active), worker.scheduler.waiting_prompt_tokens,
-                worker.spec.max_context, min(index.matched_tokens(worker.name, record.hashes), record.prompt_tokens),
+                worker.spec.max_context, cached[worker.name],
                 worker.blocks.num_used * worker.spec.block_size, worker.blocks.num_free * worker.spec.block_size,
                 worker.spec.max_batch_tokens, worker.spec.max_running,
             )
-            for worker in self.workers.values()
-            if worker.accepting and worker.name not in record.tried
+            for worker in asked
         ]  # fmt: skip
 
     def scale(self, now_s: float) -> tuple[float, list[tuple[float, SimWorker]]]:

@@ -63,6 +63,7 @@ class FleetSpec(msgspec.Struct, frozen=True):
     handoff: HandoffSpec | None = None
     policy: PolicyConfig = PolicyConfig(threshold_tokens=64)
     admission_s: float = 0.0  # from the client's send to a scheduler's queue: parsing, tokenizing, routing
+    kv_lag_s: float = 0.05  # from a change of a worker's cache until the router knows of it
     max_queued: int = 1_000_000  # requests the router holds while no worker has room; above it they are refused
 
     def __post_init__(self) -> None:

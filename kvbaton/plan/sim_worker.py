@@ -69,6 +69,7 @@ class SimWorker:
         self.num_preemptions = 0
         self.peak_blocks = 0
         self.link_busy_s = 0.0
+        self.num_lives = 0
         self.incarnation = 0  # stale events carry an older number
         self.end_s = 0.0
         self._records = records
@@ -85,6 +86,7 @@ class SimWorker:
         )  # fmt: skip
         self.scheduler = Scheduler(config, self.blocks)
         self.active.clear()
+        self.num_lives += 1
         self.incarnation += 1
         self._plan: StepPlan | None = None
         self._steps = 1

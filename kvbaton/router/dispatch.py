@@ -20,7 +20,7 @@ from kvbaton.config import RouterSettings
 from kvbaton.observe.metrics import Metrics
 from kvbaton.router.lifecycle import Event, Lifecycle
 from kvbaton.router.policy import Decision, NoWorker, PolicyConfig, RequestView, decide
-from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.prefix_index import PrefixIndex, PromptChains
 from kvbaton.router.registry import Hold, Member, Registry
 from kvbaton.router.room import Room
 from kvbaton.workers.generation import REPORT_HEADER
@@ -45,7 +45,7 @@ class Call:
     raw_body: bytes
     internal: InternalRequest  # with ``prefill`` still open
     view: RequestView
-    chains: tuple[tuple[bytes, ...], ...]  # block hashes of each prompt
+    prompts: PromptChains
     num_sequences: int
     stream: bool
     forward_headers: dict[str, str]
@@ -118,7 +118,7 @@ class Dispatcher:
 
     async def run(self, flight: Flight, call: Call) -> None:
         """Answer the request, or raise ApiError while nothing was sent."""
-        flight.cached_tokens = self._registry.cached_tokens(call.chains)
+        flight.cached_tokens = self._registry.cached_tokens(call.prompts)
         failed: frozenset[str] = frozenset()  # for good
         full: frozenset[str] = frozenset()  # until the next turn
         prefill_failed = False
@@ -204,9 +204,12 @@ class Dispatcher:
         flight.no_room = False
         flight.num_dispatched += 1
         if prefill is not None:
-            for chain in call.chains:  # at once: those with the same prefix that queue behind it will find it there
-                self._index.record(prefill.name, chain)
+            # At once: those with the same prefix that queue behind it will find it there.
+            self._index.record(prefill.name, call.prompts)
         with contextlib.ExitStack() as held:
+            for name in (target.name, *([prefill.name] if prefill is not None else [])):
+                for expected in self._index.expect(name, call.prompts):
+                    held.callback(expected.settle)
             # The prompt waits where it is computed; both workers hold the request.
             hold = held.enter_context(
                 self._registry.hold(target, call.num_sequences, uncached if prefill is None else 0)
@@ -279,8 +282,7 @@ class Dispatcher:
         for hold in holds:
             hold.first_token()
         self._room.freed()  # it got in; there may be room for one more
-        for chain in call.chains:
-            self._index.record(holds[0].member.name, chain)
+        self._index.record(holds[0].member.name, call.prompts)
 
     def _response_headers(self, flight: Flight, decision: Decision) -> Headers:
         headers = [

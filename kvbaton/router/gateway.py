@@ -21,13 +21,13 @@ import msgspec
 from kvbaton.clock import Clock
 from kvbaton.config import MemberSettings, RouterSettings
 from kvbaton.engine.tokenizer import Tokenizer
-from kvbaton.kv.blocks import block_hashes
 from kvbaton.observe.log import event as log_event
 from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
 from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Call, Dispatcher, Flight
 from kvbaton.router.lifecycle import Event, Lifecycle
 from kvbaton.router.policy import RequestView
+from kvbaton.router.prefix_index import PromptChains
 from kvbaton.router.registry import Registry
 from kvbaton.router.wishes import read_wishes
 from kvbaton.types import LocalError
@@ -214,7 +214,6 @@ class Gateway:
         prompts = tokenize(request, self._tokenizer, max_context, self._limits)
         limits = output_limits(request, prompts, self._tokenizer, max_context)
         lengths = [len(ids) for ids in prompts]
-        block_tokens = self._settings.index_block_tokens
         forwarded = {
             name.decode(): value.decode()
             for name in FORWARDED_HEADERS
@@ -239,7 +238,7 @@ class Gateway:
                 longest_prompt_tokens=max(lengths),
                 max_total_tokens=max(n + limit for n, limit in zip(lengths, limits, strict=True)),
             ),
-            chains=tuple(tuple(block_hashes(ids, block_tokens, request.cache_salt)) for ids in prompts),
+            prompts=PromptChains(prompts, request.cache_salt, self._registry.chain_sizes()),
             num_sequences=len(prompts) * request.n,
             stream=request.stream,
             forward_headers=forwarded,

@@ -50,7 +50,7 @@ async def run_router(
 ) -> bool:
     """Serve until ``stop``, or until told to drain. True when no request had to be cut off."""
     metrics, clock = Metrics("router"), MonotonicClock()
-    index = PrefixIndex(settings.index_block_tokens, settings.index_blocks)
+    index = PrefixIndex(settings.index_block_tokens, settings.index_blocks, settings.index_exact_blocks)
     registry = Registry(members, served.name, index, metrics)
     listener = bind(settings.host, settings.port)
     async with open_session(settings) as session:

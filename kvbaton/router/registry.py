@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from kvbaton.config import MemberSettings
 from kvbaton.observe.metrics import Metrics
 from kvbaton.router.policy import MemberView
-from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.prefix_index import PrefixIndex, PromptChains
 from kvbaton.types import LocalError, Role
 from kvbaton.workers.protocol import PeerAddress, WorkerInfo
 
@@ -154,6 +154,8 @@ class Registry:
         if previous is not None and previous.info.incarnation != info.incarnation:
             self._index.forget(member.name)
             self._metrics.add("kvbaton_router_member_restarts_total", member.name)
+        cache_tokens = info.stats.num_blocks * info.block_size
+        self._index.heard_of(member.name, info.incarnation, info.block_size, info.kv_events, cache_tokens)
         member.reported = Reported(info, member.own_sequences, member.own_tokens)
         member.failures_in_row = 0
         member.quarantined_until_s = 0.0
@@ -204,12 +206,12 @@ class Registry:
         roles = {m.role for m in calm}
         return calm + [m for m in up if m not in calm and m.role not in roles]
 
-    def cached_tokens(self, chains: Sequence[Sequence[bytes]]) -> dict[str, int]:
+    def cached_tokens(self, prompts: PromptChains) -> dict[str, int]:
         """Of these prompts, on each worker, by the prefix index. Asked before the routing itself changes the index."""
-        return {
-            name: sum(self._index.matched_tokens(name, chain) for chain in chains) if chains else 0
-            for name in self._members
-        }
+        return self._index.cached_tokens(prompts, self._members)
+
+    def chain_sizes(self) -> set[int]:
+        return self._index.chain_sizes()
 
     def another_decodes(self, now_s: float, excluded: frozenset[str]) -> bool:
         """Whether a worker is left that answers requests and was not tried."""

@@ -40,6 +40,7 @@ class KVEventsAnswer(msgspec.Struct, frozen=True):
     incarnation: str
     block_size: int
     first: int
+    end: int  # the number that the next batch of this life will have
     gap: bool = False  # the batch asked for is gone, or never was: take a snapshot
     batches: tuple[BlockEvents, ...] = ()
     age_s: float = 0.0  # how long ago the oldest of ``batches`` happened
@@ -91,9 +92,9 @@ class KVEventLog:
     def read(self, first: int, max_hashes: int = MAX_ANSWER_HASHES) -> KVEventsAnswer:
         """Batches from number ``first`` on, as many as an answer holds, at least one if there is one."""
         with self._lock:
-            skip = first - self._first
+            skip, end = first - self._first, self._first + len(self._batches)
             if not 0 <= skip <= len(self._batches):
-                return KVEventsAnswer(self.incarnation, self.block_size, first, gap=True)
+                return KVEventsAnswer(self.incarnation, self.block_size, first, end, gap=True)
             chosen: list[BlockEvents] = []
             num_hashes, oldest_s = 0, None
             for index in range(skip, len(self._batches)):
@@ -104,7 +105,7 @@ class KVEventLog:
                 oldest_s = at_s if oldest_s is None else oldest_s
                 chosen.append(batch)
         age_s = 0.0 if oldest_s is None else max(0.0, self._clock.now_s() - oldest_s)
-        return KVEventsAnswer(self.incarnation, self.block_size, first, False, tuple(chosen), age_s)
+        return KVEventsAnswer(self.incarnation, self.block_size, first, end, False, tuple(chosen), age_s)
 
     async def wait_for(self, sequence: int, timeout_s: float) -> None:
         """Until batch ``sequence`` is there, or the time is up."""

@@ -101,7 +101,7 @@ async def running_fleet(tokenizer: Tokenizer, roles: dict[str, Role], **settings
             MonotonicClock(),
             Metrics("router"),
         )
-        index = PrefixIndex(router.index_block_tokens, router.index_blocks)
+        index = PrefixIndex(router.index_block_tokens, router.index_blocks, router.index_exact_blocks)
         registry = Registry(members, "tiny", index, metrics)
         session = await stack.enter_async_context(open_session(router))
         dispatcher = Dispatcher(registry, index, session, router, KEY, metrics, clock)

@@ -8,7 +8,7 @@ import pytest
 
 from kvbaton.config import MemberSettings
 from kvbaton.observe.metrics import Metrics
-from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.prefix_index import PrefixIndex, PromptChains
 from kvbaton.router.registry import Registry
 from kvbaton.types import Fingerprint, LocalError
 from kvbaton.workers.protocol import WorkerInfo, WorkerStats
@@ -68,7 +68,7 @@ def test_a_hold_is_given_back_on_any_way_out(registry: Registry) -> None:
 
 
 def test_a_restart_drops_what_was_remembered(registry: Registry, index: PrefixIndex) -> None:
-    index.record("d", [b"x"])
+    index.record("d", PromptChains.known(4, {4: [b"x"]}))
     registry.answered(registry.members[1], info())
     assert index.num_blocks("d") == 1
     registry.answered(registry.members[1], info(incarnation="2"))
@@ -126,7 +126,7 @@ def test_what_a_worker_says_decides_its_state(registry: Registry, changes: dict[
 
 
 def test_members_join_move_and_leave(registry: Registry, index: PrefixIndex) -> None:
-    index.record("d", [b"x"])
+    index.record("d", PromptChains.known(4, {4: [b"x"]}))
     stays = registry.members[0]
     moved = MemberSettings("http://10.0.0.2:2", "decode", "d")
     registry.set_members((PREFILL, moved))
