@@ -1,8 +1,9 @@
-"""One request to one worker at a time: the call, the splice of its answer, and at most one more attempt.
+"""One request to one worker at a time: the call, the splice of its answer, one more attempt, and replays.
 
 Invariants: bytes of an answer pass unchanged and only as whole SSE events, so that an error event can always follow;
-once a byte of a stream went to the client no other worker is asked; everything that waits for a worker has a deadline;
-leaving by any way closes the connection to the worker, which aborts the work there. Knows nothing about prompts.
+once a byte of a stream went to the client nothing starts over: another worker goes on behind it, or it ends with an
+error; everything that waits for a worker has a deadline; leaving by any way closes the connection to the worker, which
+aborts the work there. Knows nothing about prompts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 import msgspec
@@ -19,11 +21,14 @@ from kvbaton.clock import Clock
 from kvbaton.config import RouterSettings
 from kvbaton.observe.metrics import Metrics
 from kvbaton.router.lifecycle import Event, Lifecycle
+from kvbaton.router.line import Line
+from kvbaton.router.patience import Patience, SlownessBudget
 from kvbaton.router.policy import Decision, NoWorker, PolicyConfig, RequestView, decide
 from kvbaton.router.prefix_index import PrefixIndex, PromptChains
 from kvbaton.router.registry import Hold, Member, Registry
-from kvbaton.router.room import Room
-from kvbaton.workers.generation import REPORT_HEADER
+from kvbaton.router.replay import REPLAYABLE, Journal, continue_behind
+from kvbaton.router.splice import decode_error, read_report, take_error, take_report, whole_events
+from kvbaton.workers.generation import JOURNAL_HEADER, REPORT_HEADER
 from kvbaton.workers.http import JSON_HEADER, SSE_HEADERS, Exchange, Headers
 from kvbaton.workers.openai_errors import ApiError, unavailable
 from kvbaton.workers.openai_response import DONE, ERROR_MARK, REPORT_PREFIX
@@ -31,8 +36,6 @@ from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, Reque
 
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
-_REPORT = msgspec.json.Decoder(RequestReport)
-_ERROR = msgspec.json.Decoder(dict[str, dict[str, object]])
 _MAX_ERROR_BYTES = 64 * 1024
 _LARGE_BODY_BYTES = 1 << 20  # from here on aiohttp wants something it can send in parts
 
@@ -59,14 +62,17 @@ class Flight:
     request_id: str
     received_s: float
     response_headers: Headers
+    timeout_s: float = math.inf  # of the whole request
     client_request_id: str | None = None  # for the log and the echo; never a key
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     decisions: list[Decision] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)  # why attempts failed
     cached_tokens: dict[str, int] = field(default_factory=dict)  # foretold, by worker
     report: RequestReport | None = None
+    journal: Journal = field(default_factory=Journal)
     num_dispatched: int = 0  # calls made, deferred ones too
     queued_s: float = 0.0  # waited for room
+    may_queue_s: float = 0.0  # and may still wait
     no_room: bool = False  # the present attempt was refused for want of it
     dispatched_s: float | None = None
     first_byte_s: float | None = None
@@ -78,7 +84,7 @@ class Flight:
 
 
 class AttemptFailed(Exception):
-    """An attempt ended without a byte to the client."""
+    """An attempt ended before its answer did."""
 
     def __init__(self, cause: str, error: ApiError, elsewhere: bool) -> None:
         super().__init__(cause)
@@ -114,21 +120,23 @@ class Dispatcher:
             settings.disagg_percent,
         )
         self._turn = 0
-        self._room = Room(settings.max_queued)
+        self._line = Line(settings, metrics, clock)
+        self._slowness = SlownessBudget()
 
     async def run(self, flight: Flight, call: Call) -> None:
-        """Answer the request, or raise ApiError while nothing was sent."""
+        """Answer the request, or raise ApiError: the answer, or the last event of a stream that has begun."""
         flight.cached_tokens = self._registry.cached_tokens(call.prompts)
+        whole, flight.may_queue_s = call, self._settings.queue_timeout_s
         failed: frozenset[str] = frozenset()  # for good
         full: frozenset[str] = frozenset()  # until the next turn
         prefill_failed = False
         last: AttemptFailed | None = None
-        if self._room.num_waiting:  # others came first
-            await self._wait_for_room(flight, call, no_capacity())
+        if self._line.num_waiting:  # others came first
+            await self._wait_for_room(flight, call)
         while True:
             decision = self._decide(flight, call, failed | full, prefill_failed, last)
             try:
-                await self._attempt(flight, call, decision)
+                await self._attempt(flight, call, decision, failed)
                 return
             except AttemptFailed as failure:
                 last = failure
@@ -137,41 +145,62 @@ class Dispatcher:
                 flight.decisions.pop()
                 full |= {decision.decode}
                 if not self._registry.another_decodes(self._clock.now_s(), failed | full):
-                    await self._wait_for_room(flight, call, last.error)
+                    await self._wait_for_room(flight, call)
                     full = frozenset()
                 continue
             flight.causes.append(last.cause)
-            if not last.elsewhere or not flight.lifecycle.may_retry:
-                raise last.error
+            call = self._once_more(flight, whole, last)
             prefill_failed = last.cause == "prefill_failed"
-            # A failed hand-off speaks against the prefill worker, anything else against the one that was called.
-            failed |= {decision.prefill or decision.decode} if prefill_failed else {decision.decode}
-            flight.lifecycle.on(Event.RETRY)
+            failed |= self._blamed(decision, last.cause, failed)
+
+    def _once_more(self, flight: Flight, whole: Call, last: AttemptFailed) -> Call:
+        """What the next worker is asked, or the error when nobody shall be."""
+        life = flight.lifecycle
+        if not flight.exchange.started:
+            if not last.elsewhere or not life.may_retry:
+                raise last.error
+            life.on(Event.RETRY)
             self._metrics.add("kvbaton_router_retries_total", last.cause)
+            flight.journal.clear()
+            return whole
+        if not last.elsewhere or not life.may_resume or not flight.journal.complete:
+            raise last.error
+        life.on(Event.RESUME)
+        flight.may_queue_s = self._settings.queue_timeout_s
+        rest = continue_behind(
+            flight.journal.read(whole.num_sequences), whole.internal, whole.view, answer_id=flight.request_id
+        )
+        self._metrics.add("kvbaton_router_replays_total", last.cause)
+        self._metrics.add("kvbaton_router_replayed_tokens_total", amount=rest.num_replayed_tokens)
+        return replace(whole, internal=rest.internal, view=rest.view, num_sequences=rest.num_sequences)
+
+    def _blamed(self, decision: Decision, cause: str, failed: frozenset[str]) -> frozenset[str]:
+        """The workers that are not asked again by this request."""
+        if decision.prefill is None:
+            return frozenset({decision.decode})
+        if cause == "prefill_failed":
+            return frozenset({decision.prefill})
+        if cause == "slow_first_token":  # which of the two was slow is not known; one to decode must be left
+            both = frozenset({decision.prefill, decision.decode})
+            others = self._registry.another_decodes(self._clock.now_s(), failed | both)
+            return both if others else frozenset({decision.prefill})
+        return frozenset({decision.decode})
 
     def _gave_back(self, flight: Flight) -> None:
         """An attempt ended. One that never got in gave nothing back: waking others for it would go round in circles."""
         if not flight.no_room:
-            self._room.freed()
+            self._line.freed()
 
-    async def _wait_for_room(self, flight: Flight, call: Call, error: ApiError) -> None:
-        """Raises ``error`` when the queue is full or the time is up."""
-        if self._room.full:
-            raise error
-        started_s = self._clock.now_s()
-        left_s = self._settings.queue_timeout_s - flight.queued_s
-        try:
-            got_turn = await self._room.wait(call.internal.priority, flight.received_s, left_s)
-        finally:
-            waited_s = self._clock.now_s() - started_s
-            flight.queued_s += waited_s
-            self._metrics.observe("kvbaton_router_queue_seconds", value=waited_s)
-        if not got_turn:
-            raise error
+    async def _wait_for_room(self, flight: Flight, call: Call) -> None:
+        waited_s = await self._line.wait(
+            call.internal.priority, flight.received_s, flight.may_queue_s, may_be_refused=not flight.exchange.started
+        )
+        flight.queued_s += waited_s
+        flight.may_queue_s = max(0.0, flight.may_queue_s - waited_s)
 
     @property
     def num_queued(self) -> int:
-        return self._room.num_waiting
+        return self._line.num_waiting
 
     def export(self) -> None:
         self._metrics.set("kvbaton_router_queued_requests", value=self.num_queued)
@@ -196,7 +225,7 @@ class Dispatcher:
         self._metrics.add("kvbaton_router_decisions_total", decision.reason)
         return decision
 
-    async def _attempt(self, flight: Flight, call: Call, decision: Decision) -> None:
+    async def _attempt(self, flight: Flight, call: Call, decision: Decision, failed: frozenset[str]) -> None:
         target, prefill = self._registry.get(decision.decode), self._registry.get(decision.prefill or "")
         assert target is not None
         uncached = max(1, call.view.num_prompt_tokens - decision.foretold_cached_tokens)
@@ -219,9 +248,32 @@ class Dispatcher:
                 holds.append(held.enter_context(self._registry.hold(prefill, call.num_sequences, uncached)))
             body = self._body(flight, call, prefill)
             held.callback(self._gave_back, flight)
-            await self._send(flight, call, decision, body, holds)
+            self._slowness.earn()
+            patience = self._patience(flight, call, decision, failed)
+            await self._send(flight, call, decision, body, holds, patience)
 
-    async def _send(self, flight: Flight, call: Call, decision: Decision, body: bytes, holds: list[Hold]) -> None:
+    def _patience(self, flight: Flight, call: Call, decision: Decision, failed: frozenset[str]) -> Patience:
+        """Only where somebody else could be asked, and only of streams: a whole answer shows nothing before its end."""
+        settings, life = self._settings, flight.lifecycle
+        first_token_s = stall_s = None
+        others = self._registry.another_decodes(self._clock.now_s(), failed | {decision.decode})
+        if call.stream and (life.may_retry or life.may_resume) and (others or decision.remote):
+            estimate_s = decision.ttft_s
+            if estimate_s is not None and settings.first_token_factor:
+                first_token_s = max(settings.first_token_min_s, settings.first_token_factor * estimate_s)
+        if call.internal.journal and life.replays_left and settings.stream_stall_s:
+            stall_s = settings.stream_stall_s
+        return Patience(first_token_s, stall_s, self._slowness)
+
+    async def _send(
+        self,
+        flight: Flight,
+        call: Call,
+        decision: Decision,
+        body: bytes,
+        holds: list[Hold],
+        patience: Patience,
+    ) -> None:
         """POST to the first hold's worker and pass its answer on."""
         target = holds[0].member
         prefill = holds[1].member if len(holds) > 1 else None
@@ -235,12 +287,15 @@ class Dispatcher:
         }
         try:
             data = body if len(body) < _LARGE_BODY_BYTES else io.BytesIO(body)
-            async with self._session.post(target.settings.url + call.path, data=data, headers=headers) as response:
+            url = target.settings.url + call.path
+            async with patience, self._session.post(url, data=data, headers=headers) as response:
                 if response.status != 200:
                     raise await self._refused(flight, response, target, prefill)
                 outgoing = self._response_headers(flight, decision)
                 if call.stream:
-                    await self._splice(flight, call, response, outgoing, holds)
+                    error = await self._splice(flight, call, response, outgoing, holds, patience)
+                    if error is not None:
+                        raise self._broke(error, target, prefill)
                 else:
                     self._prompt_computed(call, holds)
                     await self._whole(flight, response, outgoing)
@@ -251,6 +306,10 @@ class Dispatcher:
             self._registry.call_failed(target, "unreachable", self._clock.now_s())
             raise self._lost(flight, "unreachable", "the worker could not be reached") from None
         except TimeoutError:
+            if patience.cause is not None:
+                slow = prefill if prefill is not None and not patience.begun else target
+                self._registry.call_failed(slow, patience.cause, self._clock.now_s())
+                raise self._lost(flight, patience.cause, "the worker did not answer in time", status=504) from None
             self._registry.call_failed(target, "timeout", self._clock.now_s())
             raise self._lost(flight, "worker_timeout", "the worker did not answer in time", status=504) from None
         except (aiohttp.ClientError, OSError) as error:
@@ -260,12 +319,25 @@ class Dispatcher:
 
     def _lost(self, flight: Flight, cause: str, message: str, status: int = 502) -> AttemptFailed:
         # A worker that let its deadline pass has used up the client's patience too: no second attempt.
-        error = ApiError(status, message, type="server_error", code=cause)
-        return AttemptFailed(cause, error, elsewhere=not flight.exchange.started and status != 504)
+        error = ApiError(status, message, type="server_error", code="worker_timeout" if status == 504 else cause)
+        return AttemptFailed(cause, error, elsewhere=cause != "worker_timeout")
+
+    def _broke(self, error: ApiError, target: Member, prefill: Member | None) -> AttemptFailed:
+        """A worker's error inside its stream."""
+        cause, now_s = "worker_error", self._clock.now_s()
+        if error.code == "prefill_failed" and prefill is not None:
+            cause = "prefill_failed"
+            self._registry.call_failed(prefill, cause, now_s)
+        elif error.code == "draining":
+            cause = "draining"
+            self._registry.says_draining(target)
+        else:
+            self._registry.call_failed(target, cause, now_s)
+        return AttemptFailed(cause, error, elsewhere=error.code in REPLAYABLE)
 
     def _body(self, flight: Flight, call: Call, prefill: Member | None) -> bytes:
         """The client's bytes with our object as the last member: of two with one name the last counts."""
-        left_s = self._settings.request_timeout_s - (self._clock.now_s() - flight.received_s)
+        left_s = min(flight.timeout_s, self._settings.request_timeout_s) - (self._clock.now_s() - flight.received_s)
         address = self._registry.peer_address(prefill) if prefill is not None else None
         # An id of its own for each attempt: what is left of an earlier one on some worker must not be in its way.
         attempt = flight.num_dispatched
@@ -281,7 +353,7 @@ class Dispatcher:
         """Only now can the worker that answers be said to hold the prompt."""
         for hold in holds:
             hold.first_token()
-        self._room.freed()  # it got in; there may be room for one more
+        self._line.freed()  # it got in; there may be room for one more
         self._index.record(holds[0].member.name, call.prompts)
 
     def _response_headers(self, flight: Flight, decision: Decision) -> Headers:
@@ -298,7 +370,7 @@ class Dispatcher:
         self, flight: Flight, response: aiohttp.ClientResponse, target: Member, prefill: Member | None
     ) -> AttemptFailed:
         """A worker's answer other than 200: the client's fault passes through, ours is tried elsewhere."""
-        error = _decode_error(response.status, await response.content.read(_MAX_ERROR_BYTES))
+        error = decode_error(response.status, await response.content.read(_MAX_ERROR_BYTES))
         retry_after = response.headers.get("retry-after", "")
         if retry_after.isdigit():
             error.retry_after_s = int(retry_after)
@@ -311,7 +383,7 @@ class Dispatcher:
             return AttemptFailed("draining", error, elsewhere=True)
         if error.status in (429, 503):
             flight.no_room = True
-            return AttemptFailed("no_capacity", error, elsewhere=True)
+            return AttemptFailed("no_capacity", self._line.busy() if error.code == "no_capacity" else error, True)
         if error.status < 500 and error.status != 409:
             return AttemptFailed("refused", error, elsewhere=False)
         self._registry.call_failed(target, "worker_error", now_s)
@@ -319,81 +391,68 @@ class Dispatcher:
 
     async def _whole(self, flight: Flight, response: aiohttp.ClientResponse, headers: Headers) -> None:
         body = await response.read()
-        report = response.headers.get(REPORT_HEADER.decode())
-        flight.report = _REPORT.decode(report) if report is not None else None
+        flight.report = read_report(response.headers.get(REPORT_HEADER.decode()))
         flight.lifecycle.on(Event.COMPLETE)
         length = (b"content-length", b"%d" % len(body))
         await flight.exchange.start(200, [JSON_HEADER, length, *headers])
         await flight.exchange.end(body)
 
     async def _splice(
-        self, flight: Flight, call: Call, response: aiohttp.ClientResponse, headers: Headers, holds: list[Hold]
-    ) -> None:
-        """Pass events on as they come. What follows the last whole event waits for the rest of it."""
+        self,
+        flight: Flight,
+        call: Call,
+        response: aiohttp.ClientResponse,
+        headers: Headers,
+        holds: list[Hold],
+        patience: Patience,
+    ) -> ApiError | None:
+        """Pass events on as they come; the worker's error, if the stream ends with one.
+
+        What follows the last whole event waits for the rest of it.
+        """
         exchange, now_s = flight.exchange, self._clock.now_s
         observe_gap = self._metrics.observer("kvbaton_router_itl_seconds")
-        held = b""
+        journal = flight.journal if JOURNAL_HEADER[0].decode() in response.headers else None
+        if journal is None:
+            patience.waits_for_ever()  # nobody could go on
+        begun, held = False, b""
         async for arrived in response.content.iter_any():
             part, held = whole_events(held + arrived if held else arrived)
             if not part:
                 continue
-            if REPORT_PREFIX in part:
-                part, flight.report = take_report(part, flight.report)
-            at_s = now_s()
-            if flight.first_byte_s is None:
-                flight.first_byte_s = at_s
-                flight.lifecycle.on(Event.FIRST_BYTES)
-                self._prompt_computed(call, holds)
-                await exchange.start(200, [*SSE_HEADERS, *headers])
-            else:
-                observe_gap(at_s - flight.last_part_s)
-            flight.last_part_s = at_s
-            if part.endswith(DONE):
-                flight.lifecycle.on(Event.COMPLETE)
-                await exchange.end(part)
-                return
-            if ERROR_MARK in part:
-                flight.lifecycle.on(Event.FAIL)
-                self._metrics.add("kvbaton_router_broken_streams_total")
-                await exchange.end(part)
-                return
-            await exchange.write(part)
+            patience.sign_of_life()
+            part, error = _for_client(flight, journal, part)
+            if part:
+                at_s = now_s()
+                if not begun:
+                    begun = True
+                    flight.lifecycle.on(Event.FIRST_BYTES)
+                    self._prompt_computed(call, holds)
+                if flight.first_byte_s is None:
+                    flight.first_byte_s = at_s
+                    await exchange.start(200, [*SSE_HEADERS, *headers])
+                else:
+                    observe_gap(at_s - flight.last_part_s)
+                flight.last_part_s = at_s
+                if part.endswith(DONE):
+                    flight.lifecycle.on(Event.COMPLETE)
+                    await exchange.end(part)
+                    return None
+                await exchange.write(part)
+            if error is not None:
+                return error
         raise aiohttp.ClientPayloadError("the stream ended without its end mark")
 
 
-def whole_events(data: bytes) -> tuple[bytes, bytes]:
-    """Whole SSE events, and the beginning of one that is not complete."""
-    if data.endswith(b"\n\n"):
-        return data, b""
-    cut = data.rfind(b"\n\n") + 2
-    return (data[:cut], data[cut:]) if cut > 1 else (b"", data)
-
-
-def take_report(events: bytes, known: RequestReport | None) -> tuple[bytes, RequestReport | None]:
-    """Cut the worker's comment out of whole events. Text cannot look like it: JSON strings hold no bare newline."""
-    start = 0 if events.startswith(REPORT_PREFIX) else events.find(b"\n\n" + REPORT_PREFIX) + 2
-    if start == 1:  # not found: the words occur inside an event
-        return events, known
-    stop = events.index(b"\n\n", start) + 2
-    report = _REPORT.decode(events[start + len(REPORT_PREFIX) : stop])
-    return events[:start] + events[stop:], report
-
-
-def no_capacity() -> ApiError:
-    return unavailable("no worker has room now", "no_capacity")
-
-
-def _decode_error(status: int, raw: bytes) -> ApiError:
-    """A worker's error as it wrote it; what is not in OpenAI's shape is not shown."""
-    try:
-        error = _ERROR.decode(raw)["error"]
-    except (msgspec.MsgspecError, KeyError):
-        error = {}
-    texts = {key: str(value) for key, value in error.items() if value is not None}
-    return ApiError(
-        status if 400 <= status < 600 else 502,
-        texts.get("message", f"the worker answered {status}"),
-        type=texts.get("type", "server_error"),
-        param=texts.get("param"),
-        code=texts.get("code"),
-    )
+def _for_client(flight: Flight, journal: Journal | None, part: bytes) -> tuple[bytes, ApiError | None]:
+    """What of these events is the client's, and the error they end with. The rest is kept in ``flight``."""
+    error = None
+    if REPORT_PREFIX in part:
+        part, flight.report = take_report(part, flight.report)
+    if ERROR_MARK in part:
+        part, error = take_error(part)
+    if journal is not None:
+        part = journal.take(part)
+    elif part:
+        flight.journal.complete = False
+    return part, error

@@ -122,7 +122,11 @@ class Lifecycle:
 
     @property
     def may_resume(self) -> bool:
-        return self.state in (State.STREAMING, State.REPLAYING) and self.num_replays < self._max_replays
+        return self.state in (State.STREAMING, State.REPLAYING) and self.replays_left
+
+    @property
+    def replays_left(self) -> bool:
+        return self.num_replays < self._max_replays
 
     @property
     def ended(self) -> bool:
