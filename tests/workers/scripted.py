@@ -62,8 +62,9 @@ class ScriptedWorker:
             path = "remote" if prefill is not None else "local"
             count = len(request.prompt_token_ids)
             admitted = Admitted(count, 0, count if prefill is not None else 0, path)
-            limit = min(len(self.token_ids), request.sampling.max_tokens)
-            for i, token_id in enumerate(self.token_ids[:limit]):
+            token_ids = self.token_ids[request.num_resumed_tokens :]
+            limit = min(len(token_ids), request.sampling.max_tokens)
+            for i, token_id in enumerate(token_ids[:limit]):
                 if i >= self.gate_at:
                     await self.gate.wait()
                     if self.error is not None:
@@ -74,7 +75,7 @@ class ScriptedWorker:
                 logprobs = (
                     None if wanted is None else TokenLogprobs(token_id, -0.5, ((token_id, -0.5),) * min(1, wanted))
                 )
-                finish = None if i + 1 < limit else ("length" if limit < len(self.token_ids) else "stop")
+                finish = None if i + 1 < limit else ("length" if limit < len(token_ids) else "stop")
                 yield TokenOutput(token_id, logprobs, finish)
             ended = True
             yield Finished(transfer_bytes=64 if prefill is not None else 0)
