@@ -89,6 +89,15 @@ class DriftBand(msgspec.Struct, frozen=True):
     high: float
 
 
+class Dimension(msgspec.Struct, frozen=True):
+    """One thing the search varied: what it tried, on single workers or whole fleets, and what either arm ended with."""
+
+    name: str
+    tried: tuple[str, ...]
+    single: str
+    split: str
+
+
 class Answer(msgspec.Struct, frozen=True):
     name: str
     verdict: VerdictWord
@@ -107,6 +116,7 @@ class Answer(msgspec.Struct, frozen=True):
     sensitivity: tuple[Sensitivity, ...]
     uncertainty: tuple[Uncertain, ...]
     drift: DriftBand | None
+    searched: tuple[Dimension, ...]
     trace: TraceStats
     prompt_buckets: tuple[tuple[int, int], ...]  # (upper edge, requests)
     step_source: str

@@ -1,4 +1,4 @@
-"""The decision matrix of nine conditions, and the ordered list of cheaper things to try before a split.
+"""The decision matrix of nine conditions.
 
 Every line carries the number it was filled in from. The matrix explains; the verdict itself comes from simulated
 goodput per dollar. Knows nothing about searching.
@@ -6,12 +6,10 @@ goodput per dollar. Knows nothing about searching.
 
 from __future__ import annotations
 
-from kvbaton.plan.answer import Arm, Condition, Leaning, Suggestion
+from kvbaton.plan.answer import Arm, Condition, Leaning
 from kvbaton.plan.scenario import Engine, Scenario
-from kvbaton.plan.sizing import Layout, Sizer
-from kvbaton.plan.trace_stats import describe, lru_curve
+from kvbaton.plan.trace_stats import describe
 from kvbaton.plan.workload import Trace
-from kvbaton.types import LocalError
 
 
 def matrix(scenario: Scenario, engine: Engine, trace: Trace, single: Arm, split: Arm | None) -> tuple[Condition, ...]:
@@ -84,57 +82,3 @@ def _memory(single: Arm, split: Arm | None) -> Condition:
     return _line("Does the cache fit the decode pool?", text,
                  (peak < 0.8 and not preempted, peak >= 0.99 or preempted > 0),
                  "weights are held twice, so fewer GPUs hold the same running sequences")  # fmt: skip
-
-
-def cheaper(sizer: Sizer, layout: Layout, goodput: float) -> tuple[Suggestion, ...]:
-    """Things to try first, those with the largest gain first."""
-    found: list[tuple[float, Suggestion]] = []
-    budgets = sizer.scenario.search.chunk_budgets
-    alone = {budget: sizer.phase_goodput("colocated", layout.decode_sharding, budget) for budget in budgets}
-    default = alone.get(2048) or min(alone.values())
-    if default > 0:
-        gain = max(alone.values()) / default - 1.0
-        best = max(alone, key=lambda budget: alone[budget])
-        text = f"{gain:+.0%} goodput with {best:,} instead of {2048 if 2048 in alone else min(alone):,}"
-        found.append((gain, Suggestion("tune the chunk budget of the single pool", text, "simulated")))
-    found += _sharding(sizer, layout)
-    found += _cache(sizer)
-    if sizer.engine.profile is None and sizer.engine.cost(layout.decode_sharding).form.data_bits > 8:
-        text = "halves KV bytes: twice the running sequences, half the transfer; check quality"
-        found.append((0.0, Suggestion("keep the cache in 8 bits", text, "computed")))
-    found.append((0.0, Suggestion("route by prefix affinity over the single pool", "keeps hits on one worker",
-                                  "not evaluated")))  # fmt: skip
-    found.append((-1.0, Suggestion("raise the TTFT limit for long prompts", "lets chunks be smaller", "not evaluated")))
-    return tuple(suggestion for _, suggestion in sorted(found, key=lambda each: -each[0]))
-
-
-def _sharding(sizer: Sizer, layout: Layout) -> list[tuple[float, Suggestion]]:
-    """The best single-pool parallelism against the worst one that works."""
-    per_gpu = {}
-    for sharding in sizer.shardings():
-        rates = [sizer.phase_goodput("colocated", sharding, budget) for budget in sizer.scenario.search.chunk_budgets]
-        if max(rates) > 0:
-            per_gpu[sharding] = max(rates) / sizer.gpus(sharding)
-    if len(per_gpu) < 2:
-        return []
-    best, worst = max(per_gpu, key=lambda s: per_gpu[s]), min(per_gpu, key=lambda s: per_gpu[s])
-    gain = per_gpu[best] / per_gpu[worst] - 1.0
-    text = f"{gain:+.0%} goodput a GPU with {best.label} over {worst.label}"
-    return [(min(gain, 0.5), Suggestion("choose the parallelism of the single pool", text, "simulated"))]
-
-
-def _cache(sizer: Sizer) -> list[tuple[float, Suggestion]]:
-    """What a larger cache tier would hold, from the LRU curve of the whole trace."""
-    trace = sizer.trace
-    if trace.block_tokens is None:
-        return []
-    try:
-        worker = sizer.engine.worker(sizer.shardings()[-1], 2048, sizer.block_size)
-    except LocalError as error:
-        return [(0.0, Suggestion("add a cache tier", str(error), "not evaluated"))]
-    now = worker.num_blocks * worker.block_size
-    sizes = (now, 4 * now, 16 * now)
-    curve = lru_curve(trace, sizes)
-    gain = curve[sizes[-1]] - curve[now]
-    text = ", ".join(f"{hit:.0%} of tokens at {size / 1e6:.1f} M" for size, hit in curve.items())
-    return [(gain, Suggestion("add a cache tier in host memory or on disk", f"hits {text}", "computed"))]

@@ -37,6 +37,7 @@ def render(answer: Answer) -> str:
         "<h2>Goodput for each dollar an hour</h2>" + _goodput_chart(answer),
         "<h2>If a constant is off</h2>" + _uncertainty_chart(answer),
         "<h2>If the workload or the price changes</h2>" + _sensitivity(answer),
+        "<h2>What was searched</h2>" + _searched(answer),
         "<h2>Nine conditions</h2>" + _matrix(answer),
         "<h2>Cheaper things to try first</h2>" + _cheaper(answer),
         "<h2>Workload</h2>" + _workload(answer),
@@ -166,6 +167,11 @@ def _sensitivity(answer: Answer) -> str:
         return "<p>Not evaluated.</p>"
     rows = [(each.change, each.advantage, GREEN if each.verdict == "split" else BLUE) for each in answer.sensitivity]
     return bars(rows, mark=1.0 + answer.margin)
+
+
+def _searched(answer: Answer) -> str:
+    rows = [(each.name, ", ".join(each.tried), each.single, each.split) for each in answer.searched]
+    return _table(["what", "tried", "single pool", "split"], rows, numeric=False)
 
 
 def _matrix(answer: Answer) -> str:

@@ -22,6 +22,11 @@ def render(answer: Answer) -> str:
             f"  drift band: {answer.drift.low:.1f} to {answer.drift.high:.1f} prompt tokens for each output token "
             f"(now {answer.drift.now:.1f})"
         )
+    lines.append("  searched:")
+    for each in answer.searched:
+        split = f", split {each.split}" if each.split else ""
+        single = f", single pool {each.single}" if each.single else ""
+        lines.append(f"    {each.name}: {', '.join(each.tried) or 'nothing'}{single}{split}")
     lines.append("  conditions:")
     lines += [f"    {each.leaning:<8} {each.question} {each.measured}" for each in answer.matrix]
     lines.append("  cheaper things first:")

@@ -62,6 +62,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_gpu: str | None = None  # another kind for the decode pool
     decode_usd_per_gpu_hour: float | None = None
     fabric: str = "400G"
+    host_gb_per_s: float = 25.0  # from host memory to one GPU: about 0.8 of PCIe 4 x16
+    usd_per_host_gb_hour: float = 0.0  # of cache tiers; 0: the memory comes with the GPUs
     shared_link: bool = False  # one link for all workers, not one each
     layer_wise: bool = True
 
@@ -83,10 +85,12 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tp: tuple[int, ...] = (1, 2, 4, 8)
-    decode_tp: tuple[int, ...] | None = None
+    decode_tp: tuple[int, ...] | None = None  # of the decode pool; None: as tp
     pp: tuple[int, ...] = (1,)
+    decode_pp: tuple[int, ...] | None = None
     chunk_budgets: tuple[int, ...] = (512, 2048, 8192)
     thresholds: tuple[int, ...] = (0, 512, 2048)  # uncached tokens below which a prompt stays where it decodes
+    cache_tiers_gb: tuple[float, ...] = (0.0, 128.0)  # host memory a GPU that prefills keeps cache in
     verify: int = 4  # fleets of each arm that are simulated
     precision: float = 0.05  # of goodput
     sensitivity: bool = True
@@ -127,6 +131,8 @@ def parse(raw: dict, folder: Path = Path()) -> Scenario:
         raise LocalError("give a model preset or a config", field="model.preset", fix="or engine.profile")
     if not 0 < scenario.slo.attainment < 1:
         raise LocalError("attainment lies between 0 and 1", field="slo.attainment")
+    if scenario.hardware.host_gb_per_s <= 0 or min(scenario.search.cache_tiers_gb, default=-1.0) < 0:
+        raise LocalError("cache tiers have sizes of 0 or more, and loading takes time", field="search.cache_tiers_gb")
     if workload.rate is not None and workload.rate <= 0:
         raise LocalError("the rate must be positive", field="workload.rate")
     rebased = {"trace": workload.trace, "config": model.config, "profile": engine.profile}
@@ -216,8 +222,22 @@ class Engine:
     def cost(self, sharding: Sharding) -> KVCost:
         return KVCost(self.shape, kv_format(self.scenario.model.kv_dtype, self.shape), sharding)
 
-    def worker(self, sharding: Sharding, budget: int, block_size: int, decode: bool = False) -> WorkerSpec:
-        """One worker; ``LocalError`` when the model does not fit it."""
+    def worker(
+        self, sharding: Sharding, budget: int, block_size: int, decode: bool = False, tier_gb: float = 0.0
+    ) -> WorkerSpec:  # fmt: skip
+        """One worker, with a cache tier of so many GB for each GPU; ``LocalError`` when the model does not fit it."""
+        spec = self._worker(sharding, budget, block_size, decode)
+        if tier_gb <= 0:
+            return spec
+        rank_bytes = self.profile.worker.token_bytes if self.profile else self.cost(sharding).token_bytes
+        # Ranks of one worker keep their own parts of each token, and load them at the same time.
+        return msgspec.structs.replace(
+            spec,
+            tier_blocks=int(tier_gb * 1e9 // (rank_bytes * block_size)),
+            tier_s_per_token=rank_bytes / (self.scenario.hardware.host_gb_per_s * 1e9),
+        )
+
+    def _worker(self, sharding: Sharding, budget: int, block_size: int, decode: bool) -> WorkerSpec:
         options = self.scenario.engine
         if self.profile is not None:
             spec = self.profile.worker_spec(options.prefix_caching)

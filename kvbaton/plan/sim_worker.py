@@ -14,6 +14,7 @@ from kvbaton.engine.sequence import Sequence
 from kvbaton.kv.blocks import BlockManager
 from kvbaton.plan.sim_record import GapHistogram, Record
 from kvbaton.plan.sim_spec import WorkerSpec
+from kvbaton.plan.sim_tier import HostTier
 from kvbaton.plan.step_time import StepWork, pairs
 from kvbaton.types import Role, TokenOutput
 
@@ -85,6 +86,7 @@ class SimWorker:
             spec.max_chunk_tokens,
         )  # fmt: skip
         self.scheduler = Scheduler(config, self.blocks)
+        self.tier = HostTier(spec)
         self.active.clear()
         self.num_lives += 1
         self.incarnation += 1
@@ -182,6 +184,8 @@ class SimWorker:
                 self.scheduler.complete(plan, sampled)
             return
         for item in plan.items[count:]:
+            if item.seq.state == "finished":  # aborted while the step ran; its request may be on its way again
+                continue
             self._prefilled(item.seq, item.start, item.num_tokens, item.samples, end_s, sampled, outcome)
         self.scheduler.complete(plan, sampled)
 
@@ -215,6 +219,7 @@ class SimWorker:
             outcome.chunks.append(Chunk(record, seq, start, num_tokens, (self._start_s, end_s)))
         if not samples:
             return
+        self.tier.keep(record)
         if seq.mode == "prefill_only":
             outcome.prefilled.append((record, seq))
             return

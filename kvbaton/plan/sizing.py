@@ -42,6 +42,7 @@ class Layout(msgspec.Struct, frozen=True):
     prefill_budget: int
     decode_budget: int
     threshold: int = 0
+    cache_gb: float = 0.0  # host memory for the cache, for each GPU of those workers that compute prompts
 
     @property
     def split(self) -> bool:
@@ -53,11 +54,13 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
+        tier = f", {self.cache_gb:g} GB host cache a GPU" if self.cache_gb else ""
         if not self.split:
-            return f"{self.decode} colocated x {self.decode_sharding.label}, budget {self.decode_budget:,}"
+            return f"{self.decode} colocated x {self.decode_sharding.label}, budget {self.decode_budget:,}{tier}"
         return (
-            f"{self.prefill} prefill x {self.prefill_sharding.label}, budget {self.prefill_budget:,} + {self.decode} "
-            f"decode x {self.decode_sharding.label}, threshold {self.threshold:,}"
+            f"{self.prefill} prefill x {self.prefill_sharding.label}, budget {self.prefill_budget:,}{tier} + "
+            f"{self.decode} decode x {self.decode_sharding.label}, threshold {self.threshold:,}"
+            + (f", budget {self.decode_budget:,}" if self.threshold else "")
         )
 
 
@@ -71,6 +74,7 @@ class Sizer:
         self.num_simulations = 0
         self._progress = progress
         self._goodputs: dict[tuple, float] = {}
+        self.tried: dict[Layout, float] = {}  # whole fleets, with their goodput
         self.most = min(len(trace.requests), MOST_REQUESTS)
         chosen = scenario.engine.block_size
         self.block_size = chosen or trace.block_tokens or DEFAULT_BLOCK
@@ -81,10 +85,11 @@ class Sizer:
     # -- fleets ----------------------------------------------------------------------------------------------------
 
     def fleet(self, layout: Layout) -> FleetSpec:
-        decode = self._worker(layout.decode_sharding, layout.decode_budget, layout.split)
         if not layout.split:
-            return FleetSpec((PoolSpec("both", layout.decode, decode),), admission_s=self.engine.admission_s)
-        prefill = self._worker(layout.prefill_sharding, layout.prefill_budget, False)
+            both = self._worker(layout.decode_sharding, layout.decode_budget, False, layout.cache_gb)
+            return FleetSpec((PoolSpec("both", layout.decode, both),), admission_s=self.engine.admission_s)
+        decode = self._worker(layout.decode_sharding, layout.decode_budget, True)
+        prefill = self._worker(layout.prefill_sharding, layout.prefill_budget, False, layout.cache_gb)
         return FleetSpec(
             (PoolSpec("prefill", layout.prefill, prefill), PoolSpec("decode", layout.decode, decode)),
             self.engine.handoff(),
@@ -92,8 +97,8 @@ class Sizer:
             admission_s=self.engine.admission_s,
         )
 
-    def _worker(self, sharding: Sharding, budget: int, decode: bool) -> WorkerSpec:
-        return self.engine.worker(sharding, budget, self.block_size, decode)
+    def _worker(self, sharding: Sharding, budget: int, decode: bool, tier_gb: float = 0.0) -> WorkerSpec:
+        return self.engine.worker(sharding, budget, self.block_size, decode, tier_gb)
 
     def _sample(self, workers: int) -> Trace:
         return self.trace.head(min(len(self.trace.requests), self.scenario.workload.requests * workers, 4_000))
@@ -140,7 +145,17 @@ class Sizer:
         """Requests a second of the whole fleet at the gates."""
         found = self._carries(self.fleet(layout), self._sample(layout.prefill + layout.decode), guess)
         self._progress(f"{layout.label}: {found:.2f} requests/s")
+        self.tried[layout] = found
         return found
+
+    def goodput_with(self, layout: Layout, guess: float, change: Callable[[FleetSpec], FleetSpec]) -> float:
+        """The same of a changed fleet; it is not one of those the search may choose."""
+        return self._carries(change(self.fleet(layout)), self._sample(layout.prefill + layout.decode), guess)
+
+    @property
+    def tried_alone(self) -> tuple[tuple[str, Sharding, int], ...]:
+        """(phase, parallelism, chunk budget) of the single workers that were sized."""
+        return tuple(self._goodputs)
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
@@ -195,8 +210,13 @@ class Sizer:
             return [Sharding()]
         search = self.scenario.search
         tps = search.decode_tp if decode and search.decode_tp else search.tp
+        pps = search.decode_pp if decode and search.decode_pp else search.pp
         most = self.scenario.hardware.max_gpus
-        return [Sharding(tp=tp, pp=pp) for tp, pp in product(tps, search.pp) if tp * pp <= most]
+        return [Sharding(tp=tp, pp=pp) for tp, pp in product(tps, pps) if tp * pp <= most]
+
+    def tiers_gb(self) -> tuple[float, ...]:
+        """Cache tiers worth trying besides none: without block hashes in the trace nothing could be found in them."""
+        return tuple(size for size in self.scenario.search.cache_tiers_gb if size > 0 and self.trace.block_tokens)
 
     def colocated_layouts(self) -> Iterator[tuple[Layout, float]]:
         """(layout, estimated goodput), largest fleets the budget allows."""
@@ -226,6 +246,11 @@ class Sizer:
     def gpus(self, sharding: Sharding) -> int:
         """GPUs (or core sets) of one worker."""
         return self.engine.profile.worker.num_gpus if self.engine.profile else sharding.num_gpus
+
+    def holds(self, layout: Layout, rate: float, trace: Trace) -> bool:
+        """Whether the fleet meets the limits at that rate with those requests."""
+        sample = trace.head(min(len(trace.requests), self.scenario.workload.requests, 4_000))
+        return self._holds(self.fleet(layout), sample, rate)
 
     def layout_gpus(self, layout: Layout) -> int:
         return layout.prefill * self.gpus(layout.prefill_sharding) + layout.decode * self.gpus(layout.decode_sharding)

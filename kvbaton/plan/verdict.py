@@ -15,10 +15,11 @@ from math import ceil
 import msgspec
 import numpy as np
 
-from kvbaton.plan import conditions
-from kvbaton.plan.answer import Answer, Arm, Band, Cost, DriftBand, Sensitivity, Uncertain, VerdictWord
+from kvbaton.plan import conditions, suggestions
+from kvbaton.plan.answer import Answer, Arm, Band, Cost, Sensitivity, Uncertain, VerdictWord
 from kvbaton.plan.closed_forms import cost_per_million_usd, workers_for
 from kvbaton.plan.scenario import Engine, Knob, Scenario, trace_of
+from kvbaton.plan.search import Choice, best_single, best_split, dimensions, drift_band, usd_per_hour
 from kvbaton.plan.sim_result import SimResult
 from kvbaton.plan.sizing import Layout, Progress, Sizer, settled_attainment
 from kvbaton.plan.trace_stats import describe
@@ -33,26 +34,16 @@ KNOBS: tuple[tuple[Knob, str], ...] = (
 )
 
 
-class _Choice(msgspec.Struct):
-    layout: Layout
-    goodput: float
-    usd_per_hour: float
-
-    @property
-    def per_dollar(self) -> float:
-        return self.goodput / self.usd_per_hour
-
-
 def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
     """Everything ``kvbaton plan`` says."""
     engine, trace = Engine(scenario), trace_of(scenario)
     scenario = _right_sized(scenario, engine, trace, progress)
     engine = Engine(scenario)
     sizer = Sizer(scenario, trace, engine, progress)
-    single = _best(sizer, sorted(sizer.colocated_layouts(), key=lambda each: -each[1]))
+    single = best_single(sizer)
     if single is None:
         raise LocalError("no single-pool fleet meets the limits", field="slo", fix="looser limits or other GPUs")
-    pair = _best_split(sizer)
+    pair = best_split(sizer)
     uncertain = _turn_knobs(sizer, single, pair) if pair is not None else ()
     ratio = pair.per_dollar / single.per_dollar if pair is not None else None
     verdict, reason, measure = _decide(scenario, engine, ratio, uncertain)
@@ -61,6 +52,7 @@ def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
     values = [each.advantage for each in uncertain] + ([ratio] if ratio is not None else [])
     split = arms[1] if pair is not None else None
     stats = describe(trace)
+    searched = dimensions(sizer, single, pair)
     lines = _sensitivity(sizer, single, pair) if scenario.search.sensitivity and pair is not None else ()
     return Answer(
         name=scenario.name,
@@ -76,10 +68,11 @@ def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
         split=split,
         threshold_tokens=pair.layout.threshold if pair is not None and verdict == "split" else None,
         matrix=conditions.matrix(scenario, engine, trace, arms[0], split),
-        cheaper=conditions.cheaper(sizer, single.layout, single.goodput),
+        cheaper=suggestions.cheaper(sizer, single.layout, single.goodput),
         sensitivity=lines,
         uncertainty=uncertain,
-        drift=_drift(sizer, pair, rate, stats.prompt_per_output) if pair is not None else None,
+        drift=drift_band(sizer, pair, rate, stats.prompt_per_output) if pair is not None else None,
+        searched=searched,
         trace=stats,
         prompt_buckets=_buckets(trace),
         step_source=engine.source,
@@ -134,60 +127,10 @@ def gpus_needed(sizer: Sizer, rate: float, split: bool) -> int | None:
     return min(needs, default=None)
 
 
-# -- choosing ------------------------------------------------------------------------------------------------------
-
-
-def usd_per_hour(engine: Engine, layout: Layout, sizer: Sizer) -> float:
-    prefill = layout.prefill * sizer.gpus(layout.prefill_sharding) * engine.price()
-    return prefill + layout.decode * sizer.gpus(layout.decode_sharding) * engine.price(decode=layout.split)
-
-
-def _best(sizer: Sizer, ranked: list[tuple[Layout, float]]) -> _Choice | None:
-    """The most goodput for a dollar among the first few candidates, each simulated whole."""
-    best = None
-    for layout, estimate in ranked[: sizer.scenario.search.verify]:
-        usd = usd_per_hour(sizer.engine, layout, sizer)
-        choice = _Choice(layout, sizer.goodput(layout, estimate), usd)
-        if choice.goodput > 0 and (best is None or choice.per_dollar > best.per_dollar):
-            best = choice
-    return best
-
-
-def _best_split(sizer: Sizer) -> _Choice | None:
-    def value(each: tuple[Layout, float]) -> tuple[float, int]:
-        return (-each[1] / usd_per_hour(sizer.engine, each[0], sizer), each[0].num_gpus)
-
-    ranked = _different(sorted(sizer.split_layouts(), key=value), sizer.scenario.search.verify)
-    best = _best(sizer, ranked)
-    if best is None:
-        return None
-    for threshold in sizer.scenario.search.thresholds:
-        if threshold == best.layout.threshold:
-            continue
-        layout = msgspec.structs.replace(best.layout, threshold=threshold)
-        choice = _Choice(layout, sizer.goodput(layout, best.goodput), best.usd_per_hour)
-        if choice.per_dollar > best.per_dollar * (1.0 + sizer.scenario.search.precision):
-            best = choice
-    return best
-
-
-def _different(ranked: list[tuple[Layout, float]], count: int) -> list[tuple[Layout, float]]:
-    """The first few with different pools: budgets of equal pools differ little, pools differ much."""
-    seen, chosen = set(), []
-    for layout, estimate in ranked:
-        pools = (layout.prefill, layout.decode, layout.prefill_sharding, layout.decode_sharding)
-        if pools not in seen:
-            seen.add(pools)
-            chosen.append((layout, estimate))
-        if len(chosen) == count:
-            break
-    return chosen
-
-
 # -- deciding ------------------------------------------------------------------------------------------------------
 
 
-def _advantage(sizer: Sizer, single: _Choice, pair: _Choice) -> float:
+def _advantage(sizer: Sizer, single: Choice, pair: Choice) -> float:
     """Goodput per dollar of the split over the single pool's, for the same layouts under another engine or trace."""
     alone = sizer.goodput(single.layout, single.goodput)
     both = sizer.goodput(pair.layout, pair.goodput)
@@ -196,7 +139,7 @@ def _advantage(sizer: Sizer, single: _Choice, pair: _Choice) -> float:
     return both / pair.usd_per_hour / (alone / single.usd_per_hour)
 
 
-def _turn_knobs(sizer: Sizer, single: _Choice, pair: _Choice) -> tuple[Uncertain, ...]:
+def _turn_knobs(sizer: Sizer, single: Choice, pair: Choice) -> tuple[Uncertain, ...]:
     doubt = sizer.scenario.engine.uncertainty
     if doubt <= 0:
         return ()
@@ -228,7 +171,7 @@ def _decide(scenario: Scenario, engine: Engine, ratio: float | None, uncertain: 
     return "stay", f"{text}, below the bar of {bar:.2f} whichever constant is off", ()
 
 
-def _sensitivity(sizer: Sizer, single: _Choice, pair: _Choice) -> tuple[Sensitivity, ...]:
+def _sensitivity(sizer: Sizer, single: Choice, pair: Choice) -> tuple[Sensitivity, ...]:
     """The same two layouts under another workload, link or price."""
     bar = 1.0 + sizer.scenario.search.margin
     cases: list[tuple[str, Sizer]] = [
@@ -253,19 +196,10 @@ def _sensitivity(sizer: Sizer, single: _Choice, pair: _Choice) -> tuple[Sensitiv
     return tuple(lines)
 
 
-def _drift(sizer: Sizer, pair: _Choice, rate: float, ratio: float) -> DriftBand:
-    """How far the prompt:output ratio may move before one pool is past its own goodput."""
-    layout = pair.layout
-    prefill = layout.prefill * sizer.phase_goodput("prefill", layout.prefill_sharding, layout.prefill_budget)
-    decode = layout.decode * sizer.phase_goodput("decode", layout.decode_sharding, layout.decode_budget)
-    rate = min(rate, pair.goodput, prefill, decode)
-    return DriftBand(ratio, ratio * rate / decode, ratio * prefill / rate)
-
-
 # -- describing ----------------------------------------------------------------------------------------------------
 
 
-def _arm(sizer: Sizer, choice: _Choice, rate: float) -> Arm:
+def _arm(sizer: Sizer, choice: Choice, rate: float) -> Arm:
     layout, doubt = choice.layout, sizer.scenario.engine.uncertainty
     result = sizer.run(layout, rate)
     ttft, tpot = [result.ttft.p90], [result.tpot.p90]
@@ -321,7 +255,7 @@ def _buckets(trace: Trace) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(counts.items()))
 
 
-def _warnings(scenario: Scenario, single: _Choice, pair: _Choice | None) -> tuple[str, ...]:
+def _warnings(scenario: Scenario, single: Choice, pair: Choice | None) -> tuple[str, ...]:
     rate, found = scenario.workload.rate, []
     if rate is not None and max(single.goodput, pair.goodput if pair else 0.0) < rate:
         found.append(f"neither arm serves {rate:g} requests/s with {scenario.hardware.max_gpus} GPUs")
