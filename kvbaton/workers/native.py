@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
+
 from kvbaton.clock import Clock, MonotonicClock
 from kvbaton.engine.engine import Engine, EngineConfig
 from kvbaton.engine.events import Event, Failed, Progress, Scheduled, Token
@@ -263,10 +265,14 @@ class NativeWorker:
             scheduled = await deadline.bound(mailbox.get())
             assert isinstance(scheduled, Scheduled)
             yield Admitted(len(request.prompt_token_ids), scheduled.num_cached_tokens)
-            first_s = deadline.elapsed_s()
-            async for output in self._tokens(mailbox, deadline):
+            times = _Times(deadline.elapsed_s())
+            async for output in self._tokens(mailbox, deadline, times):
                 yield output
-            yield Finished(queue_s=scheduled.queue_s, prefill_s=first_s - scheduled.queue_s)
+            yield Finished(
+                queue_s=scheduled.queue_s,
+                prefill_s=times.token_s[0] - times.started_s,
+                first_step_s=times.token_s[1] - times.token_s[0] if len(times.token_s) > 1 else 0.0,
+            )
         finally:
             self.engine.abort(request.request_id)
 
@@ -306,19 +312,23 @@ class NativeWorker:
                 yield _finished(first, completed)
                 return
             self.engine.start_import(request.request_id, first.output)
-            async for output in self._tokens(mailbox, deadline):
+            times = _Times(deadline.elapsed_s())
+            async for output in self._tokens(mailbox, deadline, times):
                 yield output
-            yield _finished(first, completed)
+            yield _finished(first, completed, times)
         finally:
             # Nothing writes into the blocks any more: the pull has ended, whichever way this is left.
             self.engine.abort(request.request_id)
 
-    async def _tokens(self, mailbox: _Mailbox, deadline: _Deadline) -> AsyncIterator[TokenOutput]:
+    async def _tokens(self, mailbox: _Mailbox, deadline: _Deadline, times: _Times) -> AsyncIterator[TokenOutput]:
         while True:
             event = await deadline.bound(mailbox.get())
-            if isinstance(event, Scheduled):
-                continue  # an imported request is announced when its first decode step is planned
+            if isinstance(event, Scheduled):  # an imported request is announced when its first decode step is planned
+                times.scheduled_s = deadline.elapsed_s()
+                continue
             assert isinstance(event, Token)
+            if len(times.token_s) < 2:
+                times.token_s.append(deadline.elapsed_s())
             yield event.output
             if event.output.finish_reason is not None:
                 return
@@ -360,17 +370,31 @@ class NativeWorker:
         return _Mailbox(self._bridge)
 
 
-def _finished(first: FirstToken, completed: Completed | None) -> Finished:
-    transfer = (
-        {}
-        if completed is None
-        else {
-            "transfer_bytes": completed.num_bytes,
-            "transfer_s": completed.transfer_s,
-            "exposed_s": completed.exposed_s,
-        }
-    )
-    return Finished(queue_s=first.queue_s, prefill_s=first.prefill_s, **transfer)
+@dataclass
+class _Times:
+    """When the engine got to one sequence, in seconds since it was asked for."""
+
+    started_s: float  # the wait for the next token begins
+    scheduled_s: float | None = None
+    token_s: list[float] = field(default_factory=list)  # of the first two that come after
+
+
+def _finished(first: FirstToken, completed: Completed | None, times: _Times | None = None) -> Finished:
+    finished = Finished(queue_s=first.queue_s, prefill_s=first.prefill_s)
+    if completed is not None:
+        finished = msgspec.structs.replace(
+            finished,
+            transfer_bytes=completed.num_bytes,
+            transfer_s=completed.transfer_s,
+            exposed_s=completed.exposed_s,
+        )
+    if times is not None and times.scheduled_s is not None and times.token_s:
+        finished = msgspec.structs.replace(
+            finished,
+            decode_queue_s=times.scheduled_s - times.started_s,
+            first_step_s=times.token_s[0] - times.scheduled_s,
+        )
+    return finished
 
 
 class _Deadline:

@@ -78,6 +78,8 @@ async def run_worker(
                 model_name=model.name,
                 internal_key=key,
                 kv_host=settings.kv_host,
+                chunk_tokens=settings.chunk_tokens,
+                max_running=settings.max_running,
                 max_body_bytes=settings.max_body_bytes,
             ),
         )

@@ -39,6 +39,8 @@ class Finished(msgspec.Struct, frozen=True):
     prefill_s: float = 0.0
     transfer_s: float = 0.0  # from Start to the last byte
     exposed_s: float = 0.0  # last byte minus first token
+    decode_queue_s: float = 0.0  # from everything in place to the first decode step; 0: it never decoded
+    first_step_s: float = 0.0  # from there, or locally from the first token, to the second token
 
 
 WorkerEvent = Admitted | TokenOutput | Finished
@@ -143,6 +145,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     kv_host: str  # empty: the host of the HTTP address
     kv_port: int
     stats: WorkerStats
+    chunk_tokens: int = 512  # of one engine step
+    max_running: int = 64  # sequences in one batch
     role_changes: int = 0  # how often it was told another role since it started; above 0 its word on its role counts
     pid: int = 0  # of its process, on its own host
     kv_events: bool = False  # whether it answers ``/internal/kv-events``
@@ -161,3 +165,5 @@ class RequestReport(msgspec.Struct, frozen=True):
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
+    decode_queue_s: float = 0.0
+    first_step_s: float = 0.0

@@ -67,6 +67,8 @@ class ServerOptions:
     model_name: str = ""  # empty: the worker's own
     internal_key: str = ""
     kv_host: str = ""  # where peers find the hand-off server; empty: where they find this one
+    chunk_tokens: int = 512  # of one engine step
+    max_running: int = 64  # sequences in one batch
     max_body_bytes: int = 16 * 1024 * 1024
     body_timeout_s: float = 30.0
     request_timeout_s: float = 600.0
@@ -203,6 +205,8 @@ class WorkerServer:
             kv_host=self.options.kv_host,
             kv_port=self.worker.kv_port,
             stats=self.worker.stats(),
+            chunk_tokens=self.options.chunk_tokens,
+            max_running=self.options.max_running,
             kv_events=self.worker.kv_events is not None,
             role_changes=self.role_changes,
             pid=os.getpid(),
