@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -58,7 +58,7 @@ def run(work: Callable[[asyncio.Event], Coroutine[Any, Any, bool]], tied: bool, 
 
         def on_signal() -> None:
             if stop.is_set():
-                os._exit(130)
+                end_at_once(130)
             stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -75,6 +75,14 @@ def run(work: Callable[[asyncio.Event], Coroutine[Any, Any, bool]], tied: bool, 
     return 0 if asyncio.run(main()) else 1
 
 
+def end_at_once(code: int) -> NoReturn:
+    """Without waiting for any thread; only the names of our shared memory go first, for nobody else would know them."""
+    from kvbaton.kv.shared_pool import unlink_own
+
+    unlink_own()
+    os._exit(code)
+
+
 def _tie_to_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -85,6 +93,6 @@ def _on_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     """The parent never writes: readable means it is gone."""
     loop.remove_reader(sys.stdin.fileno())
     stop.set()
-    timer = threading.Timer(ORPHAN_GRACE_S, os._exit, (1,))
+    timer = threading.Timer(ORPHAN_GRACE_S, end_at_once, (1,))
     timer.daemon = True
     timer.start()

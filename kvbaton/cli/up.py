@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from kvbaton.cli import options
+from kvbaton.cli import options, preflight
 from kvbaton.cli.fleet_control import FleetControl
 from kvbaton.cli.placement import LEAST_KV_MIB, assign_cores, emptiest_cores, fit_kv_memory_mib
 from kvbaton.cli.supervisor import ChildSpec, Supervisor
@@ -52,6 +52,7 @@ def up_command(
     """
     roles = fleet_roles(prefill, decode, colocated)
     fleet = options.read_settings(given["config"], settings)
+    preflight.check_address(fleet.router.host, fleet.router.port)
     progress = Progress()
     fleet = complete(fleet, roles, progress)
     logs = log_directory(given["log_dir"])
@@ -114,6 +115,7 @@ def complete(fleet: FleetSettings, roles: list[Role], progress: Progress) -> Fle
         model = dataclasses.replace(model, dir=str(default_model_dir()))
     else:
         model = dataclasses.replace(model, dir=str(Path(model.dir).resolve()))
+        preflight.check_model(Path(model.dir))
     if not model.kv_blocks and not model.kv_memory_mib:
         import psutil
 

@@ -32,12 +32,15 @@ def worker_command(
     child.stay_on(fleet.worker.cores)
     # Imported late: everything heavy comes after the cores are chosen.
     from kvbaton.observe.log import configure
-    from kvbaton.workers.process import run_worker
+    from kvbaton.workers.process import StoppedEarly, run_worker
 
     configure(f"worker-{fleet.worker.role}", log_level)
     report = child.reporter(report_fd, as_json, f"{fleet.worker.role} worker")
 
     async def work(stop: asyncio.Event) -> bool:
-        return await run_worker(fleet.model, fleet.worker, internal_key(), stop, report)
+        try:
+            return await run_worker(fleet.model, fleet.worker, internal_key(), stop, report)
+        except StoppedEarly:
+            child.end_at_once(0)
 
     return child.run(work, tied)

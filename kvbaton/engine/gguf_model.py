@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,18 +61,15 @@ _CONTROL, _USER_DEFINED = 3, 4  # ggml's token types that are matched before the
 
 def cached_default_model(cache_dir: Path | None = None) -> Path:
     """The default model's directory, converting it when the cache has none."""
-    return convert_cached(_packaged_gguf(), DEFAULT_NAME, cache_dir)
+    return convert_cached(packaged_gguf(), DEFAULT_NAME, cache_dir)
 
 
 def convert_cached(gguf_path: Path, name: str, cache_dir: Path | None = None) -> Path:
     """``<cache>/models/<hash of the file>/<name>``. ``KVBATON_CACHE`` moves the cache."""
-    if cache_dir is None:
-        cache_dir = Path(os.environ.get("KVBATON_CACHE") or Path.home() / ".cache" / "kvbaton")
-    with gguf_path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
-    parent = cache_dir / "models" / f"{digest}-v{CONVERTER_VERSION}"
+    parent = cache_place(gguf_path, cache_dir)
     target = parent / name
     if target.is_dir():
+        _rename_old_sidecar(target)
         return target
     parent.mkdir(parents=True, exist_ok=True)
     with _lock(parent / "lock"):
@@ -95,6 +92,21 @@ def convert_cached(gguf_path: Path, name: str, cache_dir: Path | None = None) ->
     return target
 
 
+def cache_place(gguf_path: Path, cache_dir: Path | None = None) -> Path:
+    """Where what is made of this file is kept."""
+    if cache_dir is None:
+        cache_dir = Path(os.environ.get("KVBATON_CACHE") or Path.home() / ".cache" / "kvbaton")
+    with gguf_path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
+    return cache_dir / "models" / f"{digest}-v{CONVERTER_VERSION}"
+
+
+def _rename_old_sidecar(model_dir: Path) -> None:
+    """A cache made before the blocks had a name of their own. Of two processes that do it at once, one finds none."""
+    with suppress(FileNotFoundError):
+        (model_dir / "quantized.safetensors").rename(model_dir / QUANTIZED_FILE)
+
+
 def _remove_abandoned(parent: Path) -> None:
     for part in parent.glob("part-*"):
         if time.time() - part.stat().st_mtime > ABANDONED_S:
@@ -115,7 +127,7 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _packaged_gguf() -> Path:
+def packaged_gguf() -> Path:
     # find_spec locates a package without importing it: importing this one would need llama.cpp.
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.pool import KVPool
-from kvbaton.engine.tokenizer import Tokenizer
-from kvbaton.engine.weights import default_model_dir, load_model_dir
+from kvbaton.engine.tokenizer import Tokenizer, definition_path
+from kvbaton.engine.weights import ModelWeights, default_model_dir, load_model_dir, weight_files
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import DTYPE_BYTES, KVLayout
 from kvbaton.kv.shared_pool import SharedPool, segment_name
@@ -79,8 +79,6 @@ def load(options: LoadOptions, incarnation: str = "", shared: Shared = "") -> Lo
     """Load everything. ``shared`` puts the KV pool in a named segment that a peer on this host can map: ``needed``
     fails where shared memory is short, ``wanted`` then takes memory of its own."""
     model_dir = options.model_dir or default_model_dir()
-    if not (model_dir / "config.json").is_file():
-        raise LocalError(f"no config.json in {model_dir}", field="model", fix="give a Hugging Face model directory")
     config, weights = load_model_dir(model_dir)
     tokenizer = Tokenizer.load(model_dir)
     layout = KVLayout(
@@ -118,7 +116,16 @@ def _make_pool(layout: KVLayout, num_blocks: int, incarnation: str, shared: Shar
     return SharedPool.create(layout, num_blocks, None, incarnation)
 
 
-def _make_model(options: LoadOptions, config: ModelConfig, weights: dict, layout: KVLayout) -> tuple[Model, str, str]:
+def check_model_dir(path: Path) -> None:
+    """Refuse what ``load`` would refuse, as far as it can be seen without reading the weights."""
+    ModelConfig.from_dir(path)
+    weight_files(path)
+    definition_path(path)
+
+
+def _make_model(
+    options: LoadOptions, config: ModelConfig, weights: ModelWeights, layout: KVLayout
+) -> tuple[Model, str, str]:
     reason: str | None = "torch runs on the accelerator" if options.backend == "auto" else "torch was asked for"
     on_cuda = options.device.startswith("cuda") or (options.device == "auto" and Path("/dev/nvidia0").exists())
     if options.backend == "native" or (options.backend == "auto" and not on_cuda):

@@ -98,7 +98,9 @@ class ModelConfig:
         """Read a model directory. The revision covers the config only; ``weights.load_model_dir`` adds the weights."""
         config_path = path / "config.json"
         if not config_path.is_file():
-            raise LocalError(f"no config.json in {path}", field="model", fix="give a Hugging Face model directory")
+            raise LocalError(
+                f"no config.json in {path}", field="model", fix="give a Hugging Face model directory as --model"
+            )
         generation_path = path / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.is_file() else {}
         return cls.from_dict(_read_json(config_path), generation)

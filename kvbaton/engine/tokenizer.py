@@ -72,11 +72,8 @@ class Tokenizer:
     def load(cls, path: Path | str) -> Tokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a model directory."""
         path = Path(path)
-        definition_path, config_path = path / "tokenizer.json", path / "tokenizer_config.json"
-        if not definition_path.is_file():
-            fix = "convert it: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            raise LocalError(f"no tokenizer.json in {path}", field="tokenizer", fix=fix)
-        definition = json.loads(definition_path.read_text(encoding="utf-8"))
+        config_path = path / "tokenizer_config.json"
+        definition = json.loads(definition_path(path).read_text(encoding="utf-8"))
         config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
         special_tokens = _special_tokens(config)
         return cls(definition, special_tokens, ChatTemplate.find(path, config, special_tokens))
@@ -194,6 +191,15 @@ class StopChecker:
         """The sequence ended otherwise: what was held is ordinary text."""
         text, self._held = self._held, ""
         return text
+
+
+def definition_path(path: Path) -> Path:
+    """``tokenizer.json`` of a model directory; LocalError when there is none."""
+    definition = path / "tokenizer.json"
+    if not definition.is_file():
+        fix = "convert it: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        raise LocalError(f"no tokenizer.json in {path}", field="tokenizer", fix=fix)
+    return definition
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -30,7 +30,9 @@ MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the format's own library
 FULL_HASH_BYTES = 64 * 1024
 SAMPLES = 16
 SAMPLE_BYTES = 4096
-QUANTIZED_FILE = "quantized.safetensors"  # beside the float weights: the blocks they were dequantised from
+# Beside the float weights: the blocks they were dequantised from. A safetensors file by another name, because others
+# load every *.safetensors of a directory as weights.
+QUANTIZED_FILE = "quantized.kvb"
 
 # bfloat16 has no numpy type: its bits are read as uint16 and widened.
 _STORAGE: dict[str, np.dtype[Any]] = {
@@ -128,7 +130,7 @@ def load_model_dir(path: Path | str) -> tuple[ModelConfig, ModelWeights]:
     path = Path(path)
     config = ModelConfig.from_dir(path)
     stored: dict[str, StoredTensor] = {}
-    for file in _weight_files(path):
+    for file in weight_files(path):
         for name, tensor in read_safetensors(file).items():
             if name in stored:
                 raise LocalError(f"tensor {name} is in two files of {path}", field=name)
@@ -200,7 +202,8 @@ def _select(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str
     return {name: stored[name] for name in expected}
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory, all of them there."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.is_file():
         return [single]

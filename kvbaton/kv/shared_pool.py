@@ -173,6 +173,20 @@ def sweep_stale() -> list[str]:
     return removed
 
 
+def unlink_own() -> None:
+    """Remove the names of every segment that this process owns: for one that ends at once, without an orderly stop.
+
+    Asked of the kernel, so that a pool still being made on another thread is found too: an owner's descriptor stays
+    open for as long as it maps the segment, and can write; a reader's cannot.
+    """
+    for entry in list(Path("/proc/self/fd").glob("*")):
+        with contextlib.suppress(OSError):
+            path = Path(os.readlink(entry))
+            writes = fcntl.fcntl(int(entry.name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+            if writes and path.parent == SHM_DIR and _NAME.fullmatch(path.name) is not None:
+                path.unlink(missing_ok=True)
+
+
 def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 

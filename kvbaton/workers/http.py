@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
 from typing import Any, TypeVar
@@ -254,8 +255,10 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        fix = "use another, or 0 for any free one"
-        raise LocalError(f"cannot listen on {host}:{port}: {error.strerror}", field="port", fix=fix) from error
+        ours = error.errno not in (errno.EADDRINUSE, errno.EACCES)
+        fix = "--host must be an address of this machine" if ours else "give another --port, or 0 for any free one"
+        message = f"cannot listen on {host}:{port}: {error.strerror}"
+        raise LocalError(message, field="host" if ours else "port", fix=fix) from error
     return listener
 
 

@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.config import ModelSettings, WorkerSettings
+from kvbaton.kv.shared_pool import sweep_stale
 from kvbaton.workers.http import HttpServer, bind
 from kvbaton.workers.server import ServerOptions, WorkerServer
 
 log = logging.getLogger(__name__)
 Report = Callable[..., None]
 DEFAULT_KV_MIB = 1024
+
+
+class StoppedEarly(Exception):
+    """Told to stop while a thread was still loading the model. No thread can be ended: only the process can."""
 
 
 def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
@@ -64,9 +69,18 @@ def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
 async def run_worker(
     model: ModelSettings, settings: WorkerSettings, key: str, stop: asyncio.Event, report: Report
 ) -> bool:
-    """Serve until ``stop``, or until told to drain over HTTP. True when nothing had to be cut off."""
+    """Serve until ``stop``, or until told to drain over HTTP. True when nothing had to be cut off.
+
+    StoppedEarly when ``stop`` comes before the model is loaded: then nothing was served, and the process should end.
+    """
+    if stale := sweep_stale():
+        report("progress", message=f"removed {len(stale)} shared-memory segment(s) of processes that died")
     report("progress", message="loading the model")
-    worker = await asyncio.to_thread(make_worker, model, settings)
+    loading = asyncio.ensure_future(asyncio.to_thread(make_worker, model, settings))
+    await first_of(loading, stop.wait())
+    if not loading.done():
+        raise StoppedEarly
+    worker = loading.result()
     await worker.start()
     try:
         listener = bind(settings.host, settings.port)

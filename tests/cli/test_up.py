@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -103,11 +105,51 @@ async def test_when_up_is_killed_everything_goes_with_it(tiny_model_dir: Path, t
         await gone(pids)
 
 
-async def test_a_fleet_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def failing_up(tmp_path: Path, *flags: str) -> str:
+    """The one line that ``up`` ends with when it cannot start, having started nothing."""
+    logs = tmp_path / "logs"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvbaton.cli.main", "up", "--model", str(tmp_path), "--port", "0", "--kv-blocks", "8",
-        "--log-dir", str(tmp_path / "logs"), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        sys.executable, "-m", "kvbaton.cli.main", "up", "--kv-blocks", "8", "--log-dir", str(logs), *flags,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     out, err = await process.communicate()
     assert process.returncode == 2 and out == b""
-    assert err.decode().splitlines()[-1].startswith("kvbaton: ") and str(tmp_path) in err.decode()
+    assert not logs.exists(), "refused before anything was started"
+    (line,) = err.decode().splitlines()
+    assert line.startswith("kvbaton: ")
+    return line
+
+
+async def test_a_fleet_that_cannot_start_says_why(tmp_path: Path, tiny_model_dir: Path) -> None:
+    line = await failing_up(tmp_path, "--model", str(tmp_path), "--port", "0")
+    assert f"no config.json in {tmp_path}" in line and "--model" in line
+    assert "no config.json in /nope" in await failing_up(tmp_path, "--model", "/nope", "--port", "0")
+    for missing in ("model.safetensors", "tokenizer.json"):
+        partial = tmp_path / f"without-{missing}"
+        shutil.copytree(tiny_model_dir, partial, ignore=shutil.ignore_patterns(missing))
+        assert f"no {missing}" in await failing_up(tmp_path, "--model", str(partial), "--port", "0")
+
+
+async def test_a_port_that_is_taken_is_refused_before_anything_starts(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = await failing_up(tmp_path, "--model", str(tiny_model_dir), "--port", port)
+    assert f"127.0.0.1:{port}" in line and "--port" in line
+    assert "--host" in await failing_up(tmp_path, "--model", str(tiny_model_dir), "--host", "192.0.2.1")
+
+
+async def test_a_start_can_be_broken_off(tmp_path: Path, tiny_model_dir: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvbaton.cli.main", "up", "--model", str(tiny_model_dir), "--port", "0",
+        "--kv-blocks", "8", "--log-dir", str(tmp_path / "logs"),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
+    while b"loading the model" not in await process.stderr.readline():
+        assert process.returncode is None
+    pids = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+    process.send_signal(signal.SIGINT)
+    await process.communicate()
+    assert process.returncode == 0
+    await gone(pids)
+    assert segments_of(pids) == []

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvbaton.engine.gguf_model import convert_cached
 from kvbaton.engine.weights import (
+    QUANTIZED_FILE,
     QuantizedTensor,
     default_model_dir,
     load_model_dir,
@@ -241,7 +242,7 @@ class TestDefaultModel:
         """The codes give the float weights back exactly, and an unpermuted tensor equals the gguf package's reading."""
         from gguf import GGUFReader, dequantize
 
-        from kvbaton.engine.gguf_model import _packaged_gguf
+        from kvbaton.engine.gguf_model import packaged_gguf
 
         config, weights = load_model_dir(default_model_path)
         assert (config.num_layers, config.hidden_size, config.tie_embeddings) == (30, 576, True)
@@ -254,7 +255,7 @@ class TestDefaultModel:
         assert embedding is not None and embedding.bits == 8
         np.testing.assert_array_equal(embedding.dequantize(), weights["model.embed_tokens.weight"])
         assert weights.quantized_tensor("model.norm.weight") is None
-        down = next(t for t in GGUFReader(_packaged_gguf()).tensors if t.name == "blk.3.ffn_down.weight")
+        down = next(t for t in GGUFReader(packaged_gguf()).tensors if t.name == "blk.3.ffn_down.weight")
         np.testing.assert_array_equal(
             dequantize(down.data, down.tensor_type), weights["model.layers.3.mlp.down_proj.weight"]
         )
@@ -333,6 +334,19 @@ def test_two_processes_that_convert_at_once_leave_one_good_directory(tmp_path: P
     assert quantized is not None
     np.testing.assert_array_equal(quantized.dequantize(), weights[name])
     assert {path.name for path in (cache / "models").glob("*/*")} == {"tiny", "lock"}
+
+
+def test_others_find_one_set_of_weights_in_the_cache_an_old_one_too(tmp_path: Path) -> None:
+    """Engines that load every *.safetensors of a directory must find the model's weights and nothing else."""
+    gguf, cache = tmp_path / "tiny.gguf", tmp_path / "cache"
+    write_tiny_gguf(gguf)
+    made = convert_cached(gguf, "tiny", cache)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    for _ in range(2):
+        assert [path.name for path in made.glob("*.safetensors")] == ["model.safetensors"]
+        assert load_model_dir(made)[1].quantized_tensor(name) is not None
+        (made / QUANTIZED_FILE).rename(made / "quantized.safetensors")  # as it was called once
+        assert convert_cached(gguf, "tiny", cache) == made
 
 
 def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,28 @@ def test_sweep_removes_only_what_a_dead_owner_left(name):
     living.close()
 
 
+ENDS_AT_ONCE = """
+import os, sys
+from kvbaton.kv import shared_pool
+from kvbaton.kv.layout import KVLayout
+pool = shared_pool.SharedPool.create(KVLayout(1, 1, 8, 4, "float32"), 2, sys.argv[1])
+fd = shared_pool._create_locked(shared_pool.SHM_DIR / sys.argv[2])  # as far as a thread may have come
+peers = shared_pool.SharedPool.attach(sys.argv[3])
+shared_pool.unlink_own()
+os._exit(7)
+"""
+
+
+def test_one_that_ends_at_once_takes_its_own_names_and_no_peers(name):
+    half_made = segment_name(uuid.uuid4().hex)
+    peers = SharedPool.create(LAYOUT, 1, segment_name(uuid.uuid4().hex))
+    assert subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, name, half_made, peers.name]).returncode == 7
+    assert not (shared_pool.SHM_DIR / name).exists() and not (shared_pool.SHM_DIR / half_made).exists()
+    assert (shared_pool.SHM_DIR / peers.name).exists()
+    peers.unlink()
+    peers.close()
+
+
 def test_views_held_elsewhere_survive_close():
     pool = SharedPool.create(LAYOUT, 2)
     view = np.asarray(pool.buffer)
