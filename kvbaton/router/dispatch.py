@@ -20,7 +20,7 @@ import msgspec
 from kvbaton.clock import Clock
 from kvbaton.config import RouterSettings
 from kvbaton.observe.metrics import Metrics
-from kvbaton.router.lifecycle import Event, Lifecycle
+from kvbaton.router.lifecycle import Event, Lifecycle, State
 from kvbaton.router.line import Line
 from kvbaton.router.patience import Patience, SlownessBudget
 from kvbaton.router.policy import Decision, NoWorker, PolicyConfig, RequestView, decide
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
 _MAX_ERROR_BYTES = 64 * 1024
 _LARGE_BODY_BYTES = 1 << 20  # from here on aiohttp wants something it can send in parts
+OVERDUE_FROM_S = 0.25  # beyond twice the estimate a first token counts as late, and others keep away
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Dispatcher:
         prefill_failed = False
         last: AttemptFailed | None = None
         if self._line.num_waiting:  # others came first
-            await self._wait_for_room(flight, call)
+            await self._wait_for_room(flight, call, self._line.busy())
         while True:
             decision = self._decide(flight, call, failed | full, prefill_failed, last)
             try:
@@ -145,10 +146,12 @@ class Dispatcher:
                 flight.decisions.pop()
                 full |= {decision.decode}
                 if not self._registry.another_decodes(self._clock.now_s(), failed | full):
-                    await self._wait_for_room(flight, call)
+                    await self._wait_for_room(flight, call, last.error)
                     full = frozenset()
                 continue
             flight.causes.append(last.cause)
+            if flight.lifecycle.state is State.STREAMING:  # it went well for a while: others may be back
+                failed = frozenset()
             call = self._once_more(flight, whole, last)
             prefill_failed = last.cause == "prefill_failed"
             failed |= self._blamed(decision, last.cause, failed)
@@ -191,10 +194,9 @@ class Dispatcher:
         if not flight.no_room:
             self._line.freed()
 
-    async def _wait_for_room(self, flight: Flight, call: Call) -> None:
-        waited_s = await self._line.wait(
-            call.internal.priority, flight.received_s, flight.may_queue_s, may_be_refused=not flight.exchange.started
-        )
+    async def _wait_for_room(self, flight: Flight, call: Call, error: ApiError) -> None:
+        going_on, priority = flight.exchange.started, call.internal.priority
+        waited_s = await self._line.wait(priority, flight.received_s, flight.may_queue_s, error, not going_on)
         flight.queued_s += waited_s
         flight.may_queue_s = max(0.0, flight.may_queue_s - waited_s)
 
@@ -209,10 +211,11 @@ class Dispatcher:
         self, flight: Flight, call: Call, excluded: frozenset[str], prefill_failed: bool, last: AttemptFailed | None
     ) -> Decision:
         self._turn += 1
-        members = self._registry.views(flight.cached_tokens, self._clock.now_s(), excluded)
+        registry, now_s = self._registry, self._clock.now_s()
+        members, costs = registry.views(flight.cached_tokens, now_s, excluded), registry.measured.learning.costs(now_s)
         try:
             decision = decide(
-                call.view, members, self.policy, self._turn, self._registry.has_prefill_pool, prefill_failed
+                call.view, members, self.policy, self._turn, registry.has_prefill_pool, prefill_failed, costs
             )
         except NoWorker:
             if last is not None:
@@ -240,12 +243,13 @@ class Dispatcher:
                 for expected in self._index.expect(name, call.prompts):
                     held.callback(expected.settle)
             # The prompt waits where it is computed; both workers hold the request.
-            hold = held.enter_context(
-                self._registry.hold(target, call.num_sequences, uncached if prefill is None else 0)
-            )
-            holds = [hold]
+            due_s = None  # a whole answer shows nothing before its end
+            if call.stream and decision.ttft_s is not None:
+                due_s = self._clock.now_s() + 2 * decision.ttft_s + OVERDUE_FROM_S
+            here = (uncached, due_s) if prefill is None else (0, None)
+            holds = [held.enter_context(self._registry.hold(target, call.num_sequences, *here))]
             if prefill is not None:
-                holds.append(held.enter_context(self._registry.hold(prefill, call.num_sequences, uncached)))
+                holds.append(held.enter_context(self._registry.hold(prefill, call.num_sequences, uncached, due_s)))
             body = self._body(flight, call, prefill)
             held.callback(self._gave_back, flight)
             self._slowness.earn()
@@ -430,6 +434,8 @@ class Dispatcher:
                     self._prompt_computed(call, holds)
                 if flight.first_byte_s is None:
                     flight.first_byte_s = at_s
+                    waited_s = at_s - flight.received_s - flight.queued_s
+                    self._registry.measured.first_token(flight.decisions, waited_s, at_s)
                     await exchange.start(200, [*SSE_HEADERS, *headers])
                 else:
                     observe_gap(at_s - flight.last_part_s)

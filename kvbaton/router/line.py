@@ -50,8 +50,10 @@ class Line:
         """There may be room: the first in line tries."""
         self._room.freed()
 
-    async def wait(self, priority: int, received_s: float, patience_s: float, may_be_refused: bool = True) -> float:
-        """Until it is this request's turn to try; the seconds that took. Raises ``full`` or ``busy``."""
+    async def wait(
+        self, priority: int, received_s: float, patience_s: float, error: ApiError, may_be_refused: bool = True
+    ) -> float:
+        """Until it is this request's turn to try; the seconds that took. ``error`` is raised when time is up."""
         name = class_of(priority)
         if may_be_refused and self._num_waiting[name] >= self._limits[name]:
             self._metrics.add("kvbaton_router_queue_refusals_total", name)
@@ -67,7 +69,7 @@ class Line:
             self._mean_wait_s += _SMOOTHING * (waited_s - self._mean_wait_s)
             self._metrics.observe("kvbaton_router_queue_seconds", value=waited_s)
         if not got_turn:
-            raise self.busy()
+            raise error
         return waited_s
 
     @property

@@ -67,7 +67,7 @@ async def test_no_capacity_is_tried_elsewhere_and_then_waits_its_turn(tokenizer:
     async with running_fleet(tokenizer, roles, queue_timeout_s=0.6) as fleet:
         fleet.workers["d0"].error = fleet.workers["d1"].error = CapacityError("full")
         status, answer, headers = await fleet.post({"prompt": SHORT})
-        assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "no_capacity", "1")
+        assert (status, answer["error"]["code"], headers["retry-after"]) == (429, "no_capacity", "1")
         assert fleet.workers["d0"].requests and fleet.workers["d1"].requests
         assert not fleet.workers["p0"].requests, "decode workers that are only full are not replaced"
         await fleet.settled()
@@ -95,7 +95,9 @@ async def test_the_queue_is_bounded_and_lets_go_of_those_that_leave(tokenizer: T
         worker.max_open = 1
         posts = [asyncio.ensure_future(fleet.post({"prompt": SHORT})) for _ in range(3)]
         await until(lambda: fleet.dispatcher.num_queued == 2)
-        assert (await fleet.post({"prompt": SHORT}))[0] == 503
+        status, answer, headers = await fleet.post({"prompt": SHORT})
+        assert (status, answer["error"]["code"]) == (429, "queue_full") and int(headers["retry-after"]) >= 1
+        assert fleet.counter('kvbaton_router_queue_refusals_total{priority="normal"}') == 1
         for post in posts[1:]:
             post.cancel()
         await until(lambda: fleet.dispatcher.num_queued == 0 and fleet.gateway.open.num == 1)
@@ -153,7 +155,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(pairs: Fleet) -> No
     for worker in pairs.workers.values():
         worker.gate_at = 3
         worker.error = RemoteError("gone")
-    status, raw, _ = await pairs.post({"prompt": SHORT, "stream": True})
+    status, raw, _ = await pairs.post({"prompt": SHORT, "stream": True}, **{"x-kvbaton-replay": "never"})
     events = sse_events(raw)
     assert status == 200 and len(events) > 1 and "error" in json.loads(events[-1])
     assert all(json.loads(e)["choices"][0]["finish_reason"] is None for e in events[:-1])
