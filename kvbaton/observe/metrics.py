@@ -8,32 +8,16 @@ bucket of a duration covers the longest request. Knows nothing about what is mea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-Kind = Literal["counter", "gauge", "histogram"]
-Where = Literal["router", "worker"]
+from kvbaton.observe.metric import RATIOS, SECONDS, TOKENS, Metric, Where
+from kvbaton.observe.worker_metrics import WORKER_METRICS
 
-# Up to the longest request (600 s) and beyond, so that a quantile never sticks at the last bucket.
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600, 1200)
-TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 CONTENT_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
-
-
-@dataclass(frozen=True)
-class Metric:
-    name: str
-    kind: Kind
-    where: Where
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    stat: str = ""  # worker metrics read from this field of the worker's stats when scraped
-
 
 METRICS: tuple[Metric, ...] = (
     # -- router: what clients see
@@ -149,6 +133,81 @@ METRICS: tuple[Metric, ...] = (
         "Distance between the cached tokens the prefix index foretold and those the worker found.",
         buckets=TOKENS,
     ),
+    Metric(
+        "kvbaton_router_foretold_cached_tokens_total",
+        "counter",
+        "router",
+        "Cached tokens that the prefix index foretold for answered requests; what was found is "
+        "kvbaton_router_cached_tokens_total.",
+    ),
+    Metric(
+        "kvbaton_router_canary_total",
+        "counter",
+        "router",
+        "Canary prompts by result: right, wrong (another answer than before), failed (no answer).",
+        ("result",),
+    ),
+    # -- router: what it estimates, and how wrong that is
+    Metric(
+        "kvbaton_router_ttft_estimate_error_ratio",
+        "histogram",
+        "router",
+        "Distance of the estimated from the measured TTFT over the measured one, of streams without a retry.",
+        ("path",),
+        RATIOS,
+    ),
+    Metric(
+        "kvbaton_router_model_parameter",
+        "gauge",
+        "router",
+        "Cost model of a worker as decisions use it now; units are in the parameter's name, see routing.md.",
+        ("member", "parameter"),
+    ),
+    Metric(
+        "kvbaton_router_model_error_ratio",
+        "gauge",
+        "router",
+        "Running mean of the relative error of a worker's prefill or step model, before each sample was learned.",
+        ("member", "model"),
+    ),
+    Metric(
+        "kvbaton_router_model_samples",
+        "gauge",
+        "router",
+        "Samples a worker's prefill or step model has seen since it started or changed.",
+        ("member", "model"),
+    ),
+    Metric(
+        "kvbaton_router_link_parameter",
+        "gauge",
+        "router",
+        "Start-up time (startup_s) and time per byte (byte_s) of transfers between two workers, as learned.",
+        ("prefill", "decode", "parameter"),
+    ),
+    Metric(
+        "kvbaton_router_link_error_ratio",
+        "gauge",
+        "router",
+        "Running mean of the relative error of a link's exposed transfer time.",
+        ("prefill", "decode"),
+    ),
+    Metric(
+        "kvbaton_router_arm_ttft_seconds",
+        "histogram",
+        "router",
+        "TTFT of finished streams of two tokens or more that the rollout could have sent either way: split or single.",
+        ("arm",),
+        SECONDS,
+    ),
+    Metric(
+        "kvbaton_router_arm_tpot_seconds",
+        "histogram",
+        "router",
+        "TPOT of the same streams.",
+        ("arm",),
+        SECONDS,
+    ),
+    Metric("kvbaton_router_disagg_percent", "gauge", "router", "Share of eligible requests that goes to the split."),
     # -- router: its members
     Metric("kvbaton_router_member_up", "gauge", "router", "1 when the worker takes requests.", ("member", "role")),
     Metric(
@@ -171,183 +230,38 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "kvbaton_router_prefix_index_blocks", "gauge", "router", "Prefix blocks remembered of the worker.", ("member",)
     ),
-    # -- worker: requests
     Metric(
-        "kvbaton_worker_requests_total",
-        "counter",
-        "worker",
-        "Requests by outcome (ok, client_error, error, cancelled).",
-        ("role", "outcome"),
+        "kvbaton_router_kv_fresh",
+        "gauge",
+        "router",
+        "1 when the index follows the worker's KV events; 0 when it goes by what was sent there.",
+        ("member",),
     ),
-    Metric("kvbaton_worker_inflight_requests", "gauge", "worker", "HTTP requests being served now.", ("role",)),
     Metric(
-        "kvbaton_worker_queue_seconds",
+        "kvbaton_router_kv_events_total",
+        "counter",
+        "router",
+        "KV events of the worker by kind: blocks stored, blocks removed, cache cleared.",
+        ("member", "kind"),
+    ),
+    Metric("kvbaton_router_kv_gaps_total", "counter", "router", "Times events of the worker were missed.", ("member",)),
+    Metric("kvbaton_router_kv_resyncs_total", "counter", "router", "Snapshots taken of the worker.", ("member",)),
+    Metric("kvbaton_router_kv_failures_total", "counter", "router", "Failed questions for KV events.", ("member",)),
+    Metric(
+        "kvbaton_router_kv_lag_seconds",
         "histogram",
-        "worker",
-        "Arrival at the engine that prefills to its first step.",
-        ("role", "path"),
-        SECONDS,
+        "router",
+        "Age of the oldest change in an answer of KV events.",
+        buckets=SECONDS,
     ),
+    Metric("kvbaton_router_kv_index_hashes", "gauge", "router", "Distinct KV blocks in the index, of all workers."),
     Metric(
-        "kvbaton_worker_prefill_seconds",
-        "histogram",
-        "worker",
-        "First step to first token.",
-        ("role", "path"),
-        SECONDS,
-    ),
-    Metric(
-        "kvbaton_worker_transfer_seconds",
-        "histogram",
-        "worker",
-        "Hand-off started to last KV byte in place.",
-        ("role",),
-        SECONDS,
-    ),
-    Metric(
-        "kvbaton_worker_exposed_transfer_seconds",
-        "histogram",
-        "worker",
-        "Part of the transfer after the first token, which the second token waits for.",
-        ("role",),
-        SECONDS,
-    ),
-    # -- worker: engine, read when scraped
-    Metric("kvbaton_worker_waiting_requests", "gauge", "worker", "Sequences waiting.", ("role",), stat="num_waiting"),
-    Metric("kvbaton_worker_running_requests", "gauge", "worker", "Sequences running.", ("role",), stat="num_running"),
-    Metric(
-        "kvbaton_worker_active_requests",
+        "kvbaton_router_kv_index_dropped",
         "gauge",
-        "worker",
-        "Sequences known to the engine, held and receiving ones too.",
-        ("role",),
-        stat="num_active",
+        "router",
+        "KV blocks that the index has dropped since its start because it was full.",
     ),
-    Metric(
-        "kvbaton_worker_waiting_prompt_tokens",
-        "gauge",
-        "worker",
-        "Prompt tokens not yet computed of waiting sequences.",
-        ("role",),
-        stat="waiting_prompt_tokens",
-    ),
-    Metric("kvbaton_worker_blocks", "gauge", "worker", "KV blocks in the pool.", ("role",), stat="num_blocks"),
-    Metric("kvbaton_worker_blocks_used", "gauge", "worker", "KV blocks in use.", ("role",), stat="num_blocks_used"),
-    Metric(
-        "kvbaton_worker_blocks_free",
-        "gauge",
-        "worker",
-        "KV blocks free or evictable.",
-        ("role",),
-        stat="num_blocks_free",
-    ),
-    Metric(
-        "kvbaton_worker_blocks_cached",
-        "gauge",
-        "worker",
-        "KV blocks that hold a cached prefix.",
-        ("role",),
-        stat="num_blocks_cached",
-    ),
-    Metric(
-        "kvbaton_worker_blocks_pinned",
-        "gauge",
-        "worker",
-        "KV blocks pinned for a reader elsewhere.",
-        ("role",),
-        stat="num_blocks_pinned",
-    ),
-    Metric("kvbaton_worker_leases", "gauge", "worker", "Leases open now.", ("role",), stat="num_leases"),
-    Metric("kvbaton_worker_steps_total", "counter", "worker", "Engine steps.", ("role",), stat="num_steps"),
-    Metric(
-        "kvbaton_worker_computed_prompt_tokens_total",
-        "counter",
-        "worker",
-        "Prompt tokens computed here; transferred and cached ones are not among them.",
-        ("role",),
-        stat="num_prompt_tokens",
-    ),
-    Metric(
-        "kvbaton_worker_cached_prompt_tokens_total",
-        "counter",
-        "worker",
-        "Prompt tokens the prefix cache had.",
-        ("role",),
-        stat="num_cached_tokens",
-    ),
-    Metric(
-        "kvbaton_worker_output_tokens_total",
-        "counter",
-        "worker",
-        "Tokens sampled.",
-        ("role",),
-        stat="num_output_tokens",
-    ),
-    Metric(
-        "kvbaton_worker_preemptions_total",
-        "counter",
-        "worker",
-        "Sequences put back to be recomputed because blocks ran out.",
-        ("role",),
-        stat="num_preemptions",
-    ),
-    Metric(
-        "kvbaton_worker_lease_expiries_total",
-        "counter",
-        "worker",
-        "Leases whose reader showed no sign of life.",
-        ("role",),
-        stat="num_lease_expiries",
-    ),
-    Metric(
-        "kvbaton_worker_failed_steps_total",
-        "counter",
-        "worker",
-        "Engine steps that failed.",
-        ("role",),
-        stat="num_failed_steps",
-    ),
-    Metric(
-        "kvbaton_worker_prefill_busy_seconds_total",
-        "counter",
-        "worker",
-        "Engine time spent on prompt tokens.",
-        ("role",),
-        stat="prefill_busy_s",
-    ),
-    Metric(
-        "kvbaton_worker_decode_busy_seconds_total",
-        "counter",
-        "worker",
-        "Engine time spent on output tokens.",
-        ("role",),
-        stat="decode_busy_s",
-    ),
-    Metric(
-        "kvbaton_worker_transfer_sent_bytes_total",
-        "counter",
-        "worker",
-        "KV bytes that peers took from here.",
-        ("role",),
-        stat="transfer_bytes_sent",
-    ),
-    Metric(
-        "kvbaton_worker_transfer_received_bytes_total",
-        "counter",
-        "worker",
-        "KV bytes pulled from peers.",
-        ("role",),
-        stat="transfer_bytes_received",
-    ),
-    Metric("kvbaton_worker_transfers_total", "counter", "worker", "Hand-offs begun.", ("role",), stat="num_transfers"),
-    Metric(
-        "kvbaton_worker_transfer_failures_total",
-        "counter",
-        "worker",
-        "Hand-offs that failed.",
-        ("role",),
-        stat="num_transfer_failures",
-    ),
+    *WORKER_METRICS,
 )
 
 

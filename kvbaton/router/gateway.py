@@ -255,6 +255,11 @@ class Gateway:
             metrics.observe("kvbaton_router_request_seconds", reason, value=now_s - flight.received_s)
         if report is not None:
             self._count_tokens(flight, report)
+            ttft_s = None
+            if flight.first_byte_s is not None:
+                ttft_s = flight.first_byte_s - flight.received_s - flight.queued_s
+            if outcome == "ok":
+                self._registry.measured.served(flight.decisions, report, ttft_s, now_s)
         log_event(log, "request", **record_of(flight, endpoint, failure, now_s))
 
     def _count_tokens(self, flight: Flight, report: RequestReport) -> None:
@@ -270,6 +275,8 @@ class Gateway:
         if flight.first_byte_s is not None and report.num_output_tokens > 1:
             gap_s = (flight.last_part_s - flight.first_byte_s) / (report.num_output_tokens - 1)
             metrics.observe("kvbaton_router_tpot_seconds", flight.reason, value=gap_s)
+            ttft_s = flight.first_byte_s - flight.received_s
+            self._registry.measured.arm(flight.decisions[-1], ttft_s, gap_s)
 
     # -- everything else -----------------------------------------------------------------------------------------
 

@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 
 from kvbaton.config import MemberSettings
 from kvbaton.observe.metrics import Metrics
-from kvbaton.router.policy import MemberView
+from kvbaton.router.learning import Learning
+from kvbaton.router.measured import Measured
 from kvbaton.router.prefix_index import PrefixIndex, PromptChains
+from kvbaton.router.views import MemberView
 from kvbaton.types import LocalError, Role
 from kvbaton.workers.protocol import PeerAddress, WorkerInfo
 
@@ -46,6 +48,7 @@ class Member:
     quarantined_until_s: float = 0.0
     failures_in_row: int = 0
     holds: set[Hold] = field(default_factory=set)
+    expected: dict[Hold, float] = field(default_factory=dict)  # when a first token is due at the latest, oldest first
     held_back: str = ""  # why an operator keeps requests away from it; empty: nobody does
 
     @property
@@ -62,6 +65,12 @@ class Member:
     def prompts_on_the_way(self) -> bool:
         """Whether a prompt was sent here whose first token has not come back."""
         return any(hold.num_tokens for hold in self.holds)
+
+    def overdue_s(self, now_s: float) -> float:
+        """By how much the oldest prompt on its way is later than it should be: what hangs tells nothing else."""
+        for due_s in self.expected.values():
+            return max(0.0, now_s - due_s)
+        return 0.0
 
     @property
     def num_requests(self) -> int:
@@ -87,6 +96,7 @@ class Hold:
 
     def first_token(self) -> None:
         """The prompt is computed: it no longer waits there."""
+        self.member.expected.pop(self, None)
         self.member.own_tokens -= self.num_tokens
         self.num_tokens = 0
 
@@ -97,10 +107,19 @@ QUARANTINE_S = (0.5, 1.0, 2.0, 4.0)
 
 
 class Registry:
-    def __init__(self, settings: Sequence[MemberSettings], model_name: str, index: PrefixIndex, metrics: Metrics):
+    def __init__(
+        self,
+        settings: Sequence[MemberSettings],
+        model_name: str,
+        index: PrefixIndex,
+        metrics: Metrics,
+        learning: Learning | None = None,
+    ) -> None:
         self._model_name = model_name
         self._index = index
         self._metrics = metrics
+        self.measured = Measured(learning or Learning(), metrics)
+        self._looked_s = 0.0  # when it was last asked for views
         self._members: dict[str, Member] = {}
         self.set_members(settings)
 
@@ -129,8 +148,9 @@ class Registry:
 
     def _forget(self, member: Member) -> None:
         self._index.forget(member.name)
+        self.measured.forget(member.name)
         self._forget_gauges(member.name, member.role)
-        self._metrics.forget("kvbaton_router_prefix_index_blocks", member.name)
+        self._index.forget_metrics(self._metrics, member.name)
 
     def _forget_gauges(self, name: str, role: Role) -> None:
         for metric in ("kvbaton_router_member_up", "kvbaton_router_member_inflight_requests"):
@@ -154,6 +174,7 @@ class Registry:
         if previous is not None and previous.info.incarnation != info.incarnation:
             self._index.forget(member.name)
             self._metrics.add("kvbaton_router_member_restarts_total", member.name)
+        self.measured.polled(member.name, previous.info if previous is not None else None, info, self._looked_s)
         cache_tokens = info.stats.num_blocks * info.block_size
         self._index.heard_of(member.name, info.incarnation, info.block_size, info.kv_events, cache_tokens)
         member.reported = Reported(info, member.own_sequences, member.own_tokens)
@@ -213,6 +234,9 @@ class Registry:
     def chain_sizes(self) -> set[int]:
         return self._index.chain_sizes()
 
+    def prefix_index_state(self, member: Member) -> dict[str, object]:
+        return {"trust": self._index.trust(member.name), "num_blocks": self._index.num_blocks(member.name)}
+
     def another_decodes(self, now_s: float, excluded: frozenset[str]) -> bool:
         """Whether a worker is left that answers requests and was not tried."""
         return any(member.role != "prefill" for member in self.usable(now_s, excluded))
@@ -220,15 +244,9 @@ class Registry:
     def views(
         self, cached_tokens: Mapping[str, int], now_s: float, excluded: frozenset[str] = frozenset()
     ) -> list[MemberView]:
+        self._looked_s = now_s
         return [
-            MemberView(
-                name=member.name,
-                role=member.role,
-                num_requests=member.num_requests,
-                queued_tokens=member.queued_tokens,
-                max_context=member.reported.info.max_context,
-                cached_tokens=cached_tokens.get(member.name, 0),
-            )
+            _view(member, member.reported.info, cached_tokens.get(member.name, 0), now_s)
             for member in self.usable(now_s, excluded)
             if member.reported is not None
         ]
@@ -241,9 +259,11 @@ class Registry:
         return max((m.reported.info.max_context for m in decoding if m.reported is not None), default=0)
 
     @contextmanager
-    def hold(self, member: Member, num_sequences: int, num_tokens: int) -> Iterator[Hold]:
-        """Account for one attempt on ``member`` until the block is left."""
+    def hold(self, member: Member, num_sequences: int, num_tokens: int, due_s: float | None = None) -> Iterator[Hold]:
+        """Account for one attempt on ``member`` until the block is left. ``due_s``: when its first token is overdue."""
         hold = Hold(member, num_sequences, num_tokens)
+        if due_s is not None:
+            member.expected[hold] = due_s
         member.own_requests += 1
         member.own_sequences += num_sequences
         member.own_tokens += num_tokens
@@ -268,13 +288,12 @@ class Registry:
 
     def export(self) -> None:
         """Bring the gauges up to date, before a scrape."""
+        self.measured.export(self._looked_s)
         for member in self._members.values():
             labels = (member.name, member.role)
             self._metrics.set("kvbaton_router_member_up", *labels, value=1.0 if member.state == "up" else 0.0)
             self._metrics.set("kvbaton_router_member_inflight_requests", *labels, value=member.own_requests)
-            self._metrics.set(
-                "kvbaton_router_prefix_index_blocks", member.name, value=self._index.num_blocks(member.name)
-            )
+            self._index.export(self._metrics, member.name)
 
     def check(self) -> None:
         """What is held agrees with what is counted; nothing is negative."""
@@ -282,3 +301,20 @@ class Registry:
             assert member.own_requests == len(member.holds)
             assert member.own_sequences == sum(h.num_sequences for h in member.holds)
             assert member.own_tokens == sum(h.num_tokens for h in member.holds)
+
+
+def _view(member: Member, info: WorkerInfo, cached_tokens: int, now_s: float) -> MemberView:
+    stats = info.stats
+    return MemberView(
+        member.name,
+        member.role,
+        member.num_requests,
+        member.queued_tokens,
+        info.max_context,
+        cached_tokens,
+        stats.num_blocks_used * info.block_size,
+        stats.num_blocks_free * info.block_size if stats.num_blocks else None,
+        info.chunk_tokens,
+        info.max_running,
+        member.overdue_s(now_s),
+    )
