@@ -271,6 +271,7 @@ class Gateway:
         if report.transfer_bytes:
             metrics.add("kvbaton_router_disaggregated_requests_total")
         foretold = flight.decisions[-1].foretold_cached_tokens
+        metrics.add("kvbaton_router_foretold_cached_tokens_total", amount=foretold)
         metrics.observe("kvbaton_router_prefix_error_tokens", value=abs(foretold - report.num_cached_tokens))
         if flight.first_byte_s is not None and report.num_output_tokens > 1:
             gap_s = (flight.last_part_s - flight.first_byte_s) / (report.num_output_tokens - 1)
@@ -345,6 +346,7 @@ class Gateway:
                     "failures": member.num_failures,
                     "num_requests": member.num_requests,
                     "queued_tokens": member.queued_tokens,
+                    "prefix_index": self._registry.prefix_index_state(member),
                     "incarnation": member.reported.info.incarnation if member.reported is not None else None,
                     "stats": member.reported.info.stats if member.reported is not None else None,
                 }

@@ -12,21 +12,28 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvbaton.router.kv_index import KVIndex, Snapshot
+from kvbaton.router.kv_index import Snapshot
+from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.workers.kv_events import KVEventsAnswer
 
 Result = Literal["applied", "nothing", "gap", "ignored"]
 
 
 class KVFeed:
-    """Of one life of one worker that has joined ``index``."""
+    """Of one life of one worker."""
 
-    def __init__(self, index: KVIndex, worker: str, life: str) -> None:
-        self._index = index
+    def __init__(self, prefixes: PrefixIndex, worker: str, life: str) -> None:
+        self._prefixes = prefixes
+        self._index = prefixes.exact
         self._worker = worker
         self.life = life
         self.next = 0  # number of the batch to ask for
         self._broken = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether this is still the life that the worker lives, as far as is known."""
+        return self._prefixes.life(self._worker) == self.life and self._index.knows(self._worker)
 
     @property
     def wants_snapshot(self) -> bool:
@@ -34,7 +41,9 @@ class KVFeed:
 
     def on_events(self, answer: KVEventsAnswer, began: int) -> Result:
         """``began``: the index's round that the question belongs to."""
-        if answer.incarnation != self.life or answer.block_size != self._index.block_size(self._worker):
+        if answer.incarnation != self.life or not self.counts:
+            return "ignored"
+        if answer.block_size != self._index.block_size(self._worker):
             return "ignored"
         if self.wants_snapshot:
             return "ignored"  # late: the snapshot will say it all
@@ -56,7 +65,7 @@ class KVFeed:
 
     def on_snapshot(self, life: str, sequence: int) -> StagedSnapshot | None:
         """The head of a snapshot; None if it is of no use."""
-        if life != self.life or not self.wants_snapshot:
+        if life != self.life or not self.counts or not self.wants_snapshot:
             return None
         return StagedSnapshot(self, self._index.stage(self._worker), sequence)
 

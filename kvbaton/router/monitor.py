@@ -1,6 +1,6 @@
-"""Looks at every member again and again, and tells the registry what it saw.
+"""Looks at every member again and again, and tells the registry what it saw; and follows what each says of its cache.
 
-Invariants: one task for each member, so a member that hangs delays nobody's poll; every poll has a deadline.
+Invariants: tasks of its own for each member, so a member that hangs delays nobody's poll; every poll has a deadline.
 Knows nothing about requests.
 """
 
@@ -13,6 +13,9 @@ import aiohttp
 import msgspec
 
 from kvbaton.config import RouterSettings
+from kvbaton.observe.metrics import Metrics
+from kvbaton.router.kv_follow import KVFollower
+from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.registry import Member, Registry
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
 
@@ -22,23 +25,38 @@ _MAX_INFO_BYTES = 64 * 1024
 
 
 class Monitor:
-    def __init__(self, registry: Registry, session: aiohttp.ClientSession, settings: RouterSettings, key: str) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        index: PrefixIndex,
+        session: aiohttp.ClientSession,
+        settings: RouterSettings,
+        key: str,
+        metrics: Metrics,
+    ) -> None:
         self._registry = registry
+        self._index = index
+        self._metrics = metrics
         self._session = session
         self._settings = settings
         self._headers = {INTERNAL_KEY_HEADER.decode(): key} if key else {}
 
     async def run(self) -> None:
         """Until cancelled. Members that join get a task, those that left lose theirs."""
-        tasks: dict[Member, asyncio.Task[None]] = {}
+        tasks: dict[Member, tuple[asyncio.Task[None], ...]] = {}
         async with asyncio.TaskGroup() as group:
             while True:
                 members = set(self._registry.members)
                 for member in members - set(tasks):
-                    tasks[member] = group.create_task(self._watch(member))
+                    follower = self.follower(member)
+                    tasks[member] = (group.create_task(self._watch(member)), group.create_task(follower.run()))
                 for member in set(tasks) - members:
-                    tasks.pop(member).cancel()
+                    for task in tasks.pop(member):
+                        task.cancel()
                 await asyncio.sleep(self._settings.poll_interval_s)
+
+    def follower(self, member: Member) -> KVFollower:
+        return KVFollower(member, self._index, self._session, self._settings, self._headers, self._metrics)
 
     async def _watch(self, member: Member) -> None:
         while True:

@@ -11,12 +11,21 @@ own block size, those of the approximate ones with the router's. Pure; knows not
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from kvbaton.kv.blocks import block_hashes
-from kvbaton.router.kv_index import Expectation, KVIndex
+from kvbaton.observe.metrics import Metrics
+from kvbaton.router.kv_index import Expectation, KVIndex, Trust
 from kvbaton.router.routing_history import RoutingHistory
 
 Chain = Sequence[bytes]
+_MEMBER_METRICS = (
+    "kvbaton_router_prefix_index_blocks",
+    "kvbaton_router_kv_fresh",
+    "kvbaton_router_kv_gaps_total",
+    "kvbaton_router_kv_resyncs_total",
+    "kvbaton_router_kv_failures_total",
+)
 
 
 class PromptChains:
@@ -79,6 +88,23 @@ class PrefixIndex:
 
     def num_blocks(self, worker: str) -> int:
         return self.exact.num_blocks(worker) if self.exact.knows(worker) else self._history.num_blocks(worker)
+
+    def trust(self, worker: str) -> Trust | Literal["approximate"]:
+        return self.exact.trust(worker) if self.exact.knows(worker) else "approximate"
+
+    def export(self, metrics: Metrics, worker: str) -> None:
+        """Bring the gauges up to date, before a scrape."""
+        metrics.set("kvbaton_router_prefix_index_blocks", worker, value=self.num_blocks(worker))
+        metrics.set("kvbaton_router_kv_fresh", worker, value=self.trust(worker) == "fresh")
+        metrics.set("kvbaton_router_kv_index_hashes", value=self.exact.num_hashes)
+        metrics.set("kvbaton_router_kv_index_dropped", value=self.exact.num_dropped)
+
+    @staticmethod
+    def forget_metrics(metrics: Metrics, worker: str) -> None:
+        for name in _MEMBER_METRICS:
+            metrics.forget(name, worker)
+        for kind in ("stored", "removed", "cleared"):
+            metrics.forget("kvbaton_router_kv_events_total", worker, kind)
 
     def chain_sizes(self) -> set[int]:
         """Block sizes that a lookup will ask chains of."""

@@ -59,7 +59,7 @@ async def run_router(
         server = HttpServer(gateway)
         host, port = listener.getsockname()[:2]
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(Monitor(registry, session, settings, key).run())
+            watching = group.create_task(Monitor(registry, index, session, settings, key, metrics).run())
             serving = group.create_task(server.serve(sockets=[listener]))
             report("ready", host=host, port=port)
             await first_of(stop.wait(), gateway.drain_requested.wait(), serving)

@@ -109,7 +109,7 @@ async def running_fleet(tokenizer: Tokenizer, roles: dict[str, Role], **settings
         stack.callback(gateway.close)
         url = await stack.enter_async_context(serving(gateway))
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        monitor = Monitor(registry, session, router, KEY)
+        monitor = Monitor(registry, index, session, router, KEY, metrics)
         fleet = Fleet(url, gateway, dispatcher, registry, monitor, metrics, workers, servers, stops, http, urls)
         await fleet.poll()
         yield fleet
