@@ -60,6 +60,7 @@ class Running(msgspec.Struct, frozen=True):
 
     url: str
     metrics_urls: tuple[str, ...] = ()
+    pid: int | None = None  # of the fleet that was started; None: it runs elsewhere
 
 
 class _UpProcess(msgspec.Struct):
@@ -117,7 +118,7 @@ async def _address(process: asyncio.subprocess.Process, arm: Arm, log_path: Path
     except msgspec.DecodeError as error:
         raise RemoteError(f"{arm.describe} said {line[:200]!r} instead of its address", field="arm") from error
     workers = tuple(found.url for found in ready.processes if found.url)
-    return Running(ready.url, workers or (ready.url,))
+    return Running(ready.url, workers or (ready.url,), process.pid)
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

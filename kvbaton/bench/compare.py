@@ -19,6 +19,7 @@ import msgspec
 from kvbaton.bench import verdict as judge
 from kvbaton.bench.arms import Arm, Difference, describe_endpoint, parity, running
 from kvbaton.bench.client import Progress
+from kvbaton.bench.machine import MAX_OTHER_CORES, MachineUse, MachineWatch
 from kvbaton.bench.runner import run_load
 from kvbaton.bench.samples import Run, file_sha256
 from kvbaton.bench.stats import Gates
@@ -48,6 +49,8 @@ class CompareSpec:
     tuning: tuple[tuple[str, ...], ...] = ()  # flag sets tried on the colocated arm
     stall_bound_s: float = 0.5
     max_error_share: float = 0.01
+    max_other_cores: float = MAX_OTHER_CORES  # of other programs, mean over a run
+    max_drift: float = 1.5  # factor by which the objective may differ between two runs of the same arm
     title: str = "colocated against disaggregated"
     directory: Path = Path("compare")
     headers: dict[str, str] = field(default_factory=dict)
@@ -62,6 +65,7 @@ class ArmRun(msgspec.Struct, frozen=True):
     summary: RunSummary
     samples_file: str
     samples_sha256: str
+    machine: MachineUse | None = None
 
 
 class TuningRow(msgspec.Struct, frozen=True):
@@ -117,16 +121,17 @@ async def compare(spec: CompareSpec, tell: Tell, watch: Callable[[Progress], Non
         for order, (arm, seed) in enumerate(_order(spec)):
             path = spec.directory / "samples" / f"{arm.style}-rate{rate:g}-run{order}.jsonl.gz"
             load = msgspec.structs.replace(spec.load, rate_per_s=rate, seed=seed)
-            run = await _one(spec, arm, load, path, says, watch)
+            run, used = await _one(spec, arm, load, path, says, watch)
             summary = summarize_run(run, spec.gates, arm.fleet, spec.stall_bound_s)
-            runs.append(ArmRun(arm.name, rate, order, summary, path.name, file_sha256(path)))
+            runs.append(ArmRun(arm.name, rate, order, summary, path.name, file_sha256(path), used))
             recorded[rate].append((arm.style, run))
-            tell(_line(arm, rate, summary))
+            tell("; ".join([_line(arm, rate, summary), *used.doubts(spec.max_other_cores)]))
     rates = tuple(_at_rate(spec, rate, recorded[rate]) for rate in spec.rates_per_s)
     differences = tuple(parity(spec.a, spec.b, says.get("a", {}), says.get("b", {})))
     first = rates[0]
     wanted = next(found for found in first.comparisons if found.name == judge.title(name, percent))
     doubts = _doubts(spec, differences, runs)
+    doubts += judge.drift_doubts(name, percent, recorded[first.rate_per_s], spec.max_drift)
     headline = [one for one in first.comparisons if one.name in PRICED]
     verdict = judge.decide(wanted, first.attained, doubts, f"at {first.rate_per_s:g} requests/s", headline)
     headers = [run.header for _, run in recorded[spec.rates_per_s[0]]]
@@ -143,6 +148,8 @@ async def compare(spec: CompareSpec, tell: Tell, watch: Callable[[Progress], Non
             "rates_per_s": spec.rates_per_s,
             "rounds": spec.rounds,
             "order": "A B B A",
+            "max_other_cores": spec.max_other_cores,
+            "max_drift": spec.max_drift,
         },
         versions=headers[0].versions,
         started_at=headers[0].started_at,
@@ -181,12 +188,14 @@ async def _one(
     path: Path,
     says: dict[str, dict[str, str]],
     watch: Callable[[Progress], None],
-) -> Run:
+) -> tuple[Run, MachineUse]:
     async with running(arm, spec.directory / f"{arm.style}.log") as at:
         if arm.style not in says:
             says[arm.style] = await describe_endpoint(at.url, spec.headers)
         load = msgspec.structs.replace(load, url=at.url)
-        return await run_load(load, spec.headers, at.metrics_urls, path, watch)
+        machine = MachineWatch(at.pid)
+        run = await run_load(load, spec.headers, at.metrics_urls, path, watch)
+        return run, machine.end()
 
 
 async def _tune(
@@ -207,7 +216,7 @@ async def _tune(
             seed=spec.load.seed + 7919,
         )
         path = spec.directory / "samples" / f"tune{number}.jsonl.gz"
-        run = await _one(spec, arm, load, path, {}, watch)
+        run, _ = await _one(spec, arm, load, path, {}, watch)
         found = summarize_run(run, spec.gates, arm.fleet, spec.stall_bound_s)
         rows.append(
             TuningRow(
@@ -304,10 +313,13 @@ def _doubts(spec: CompareSpec, differences: Sequence[Difference], runs: Sequence
             continue
         if not run.summary.valid:
             reasons = "; ".join(run.summary.client.reasons) or "no request succeeded"
-            doubts.append(f"run {run.order} of {run.arm} is not valid ({reasons})")
+            doubts.append(f"run {run.order + 1} of {run.arm} is not valid ({reasons})")
+        if run.machine is not None:
+            used = run.machine.doubts(spec.max_other_cores)
+            doubts += [f"the machine was disturbed in run {run.order + 1} ({run.arm}): {doubt}" for doubt in used]
         if run.summary.counts.error_share > spec.max_error_share:
             doubts.append(
-                f"{run.summary.counts.error_share:.1%} of the requests of {run.arm} failed in run {run.order}"
+                f"{run.summary.counts.error_share:.1%} of the requests of {run.arm} failed in run {run.order + 1}"
             )
     return doubts
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.bench import charts, stats
-from kvbaton.bench.compare import CompareResult, CompareRuns, RateResult
+from kvbaton.bench.compare import ArmRun, CompareResult, CompareRuns, RateResult
 from kvbaton.bench.report_style import STYLE
 from kvbaton.bench.samples import Run
 from kvbaton.bench.summary import RunSummary
@@ -243,6 +243,7 @@ def _run_table(result: CompareResult) -> str:
         "p95 ITL ms",
         "in gates",
         "client lag p99 ms",
+        "other programs' cores",
         "samples",
     )
     return _table(head, run_rows(result))
@@ -264,10 +265,19 @@ def run_rows(result: CompareResult) -> list[list[str]]:
                 _ms(found.p("itl", "p95")),
                 f"{met.share:.1%}" if met is not None else "",
                 f"{found.client.lag_p99_ms:.2f}" + ("" if found.valid else " INVALID"),
+                _machine(run),
                 f"{run.samples_file} sha256 {run.samples_sha256[:16]}",
             ]
         )
     return rows
+
+
+def _machine(run: ArmRun) -> str:
+    used = run.machine
+    if used is None or used.steal_cores is None:
+        return "not known"
+    other = "not known" if used.other_cores is None else f"{used.other_cores:.2f}"
+    return other + (f", stolen {used.steal_cores:.2f}" if used.steal_cores >= 0.01 else "")
 
 
 def _ms(value: float | None) -> str:
@@ -340,10 +350,10 @@ def markdown(result: CompareResult) -> str:
         parts += ["## Tuning of the colocated arm", "", *_markdown_table(TUNING_HEAD, tuning_rows(result))]
     parts += ["## Raw samples", ""]
     rows = [
-        [run.arm, f"{run.rate_per_s:g}", str(run.order + 1), run.samples_file, f"`{run.samples_sha256}`"]
+        [run.arm, f"{run.rate_per_s:g}", str(run.order + 1), _machine(run), run.samples_file, f"`{run.samples_sha256}`"]
         for run in result.runs
     ]
-    parts += _markdown_table(("arm", "rate", "order", "file", "sha256"), rows)
+    parts += _markdown_table(("arm", "rate", "order", "other programs' cores", "file", "sha256"), rows)
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -1,7 +1,8 @@
 """Split, do not split, or not proven: what a comparison may say, and from what.
 
 Rule, in order (docs/measure.md says why):
-1. Invalid runs, failures over the limit, or arms that differ in what must be equal: not proven.
+1. Invalid runs, failures over the limit, a disturbed machine, arms that differ from themselves between runs, or from
+   each other in what must be equal: not proven.
 2. Attainment of the gates is judged first when the difference is sure: fewer users served within the gates cannot be
    bought back by a nicer median.
 3. Else the objective (p95 ITL unless another was chosen): a ratio whose whole interval lies beyond the smallest effect
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.bench import stats
-from kvbaton.bench.samples import RequestSample
+from kvbaton.bench.samples import RequestSample, Run
 from kvbaton.bench.stats import Floats, Gates, Interval
 
 Decision = Literal["split", "do not split", "not proven"]
@@ -141,6 +142,25 @@ def compare_latency(
         tuple(pair_ratios),
     )
     return msgspec.structs.replace(found, reading=read(found, smallest_effect))
+
+
+def drift_doubts(
+    name: str, percent: int, recorded: Sequence[tuple[str, Run]], max_factor: float
+) -> list[str]:  # fmt: skip
+    """The control: runs of one arm against each other. Where an arm differs from itself by more than the factor, the
+    machine or the load changed between the runs, and a difference between the arms would prove nothing."""
+    doubts = []
+    for style, arm in (("a", "the single pool"), ("b", "the split")):
+        found = [
+            _Weighted(run.measured(), METRICS[name]).quantile(percent / 100) for of, run in recorded if of == style
+        ]
+        values = [value for value in found if value]
+        factor = max(values) / min(values) if len(values) > 1 else 1.0
+        if factor > max_factor:
+            figures = ", ".join(f"{_figure(value * 1e3)} ms" for value in values)
+            doubts.append(f"{arm} differs from itself by {factor:.2f} in {title(name, percent)} "
+                          f"({figures} in its runs; the limit is {max_factor:g})")  # fmt: skip
+    return doubts
 
 
 def compare_rate(

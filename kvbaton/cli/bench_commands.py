@@ -135,6 +135,20 @@ def _goodput(spec: LoadSpec, gates: Gates | None, headers: dict[str, str], given
 @click.option(
     "--max-errors", type=float, default=0.01, show_default=True, help="Share of failures that proves nothing."
 )
+@click.option(
+    "--max-other-cores",
+    type=float,
+    default=0.25,
+    show_default=True,
+    help="Mean cores other programs may use during a run of a started fleet; above it nothing is proven.",
+)
+@click.option(
+    "--max-drift",
+    type=click.FloatRange(1.0),
+    default=1.5,
+    show_default=True,
+    help="Factor by which the objective may differ between runs of the same arm; above it nothing is proven.",
+)
 @click.option("--header", multiple=True, help="'Name: value' sent with every request.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="Bearer token; never written to a file.")
 @load_options
@@ -213,6 +227,8 @@ def _compare_spec(given: dict[str, Any]) -> CompareSpec:
         tuning=tuple(tuple(flags.split()) for flags in given["tune"]),
         stall_bound_s=given["stall_ms"] / 1e3,
         max_error_share=given["max_errors"],
+        max_other_cores=given["max_other_cores"],
+        max_drift=given["max_drift"],
         title=given["title"],
         directory=given["out"],
         headers=headers_of(given["api_key"], given["header"]),
