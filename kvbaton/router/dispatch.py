@@ -9,7 +9,6 @@ aborts the work there. Knows nothing about prompts.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from kvbaton.router.replay import REPLAYABLE, Journal, continue_behind
 from kvbaton.router.splice import decode_error, read_report, take_error, take_report, whole_events
 from kvbaton.workers.generation import JOURNAL_HEADER, REPORT_HEADER
 from kvbaton.workers.http import JSON_HEADER, SSE_HEADERS, Exchange, Headers
+from kvbaton.workers.http_client import HttpClient, Response
 from kvbaton.workers.openai_errors import ApiError, unavailable
 from kvbaton.workers.openai_response import DONE, ERROR_MARK, REPORT_PREFIX
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, RequestReport
@@ -37,7 +37,6 @@ from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, Reque
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
 _MAX_ERROR_BYTES = 64 * 1024
-_LARGE_BODY_BYTES = 1 << 20  # from here on aiohttp wants something it can send in parts
 OVERDUE_FROM_S = 0.25  # beyond twice the estimate a first token counts as late, and others keep away
 
 
@@ -99,7 +98,7 @@ class Dispatcher:
         self,
         registry: Registry,
         index: PrefixIndex,
-        session: aiohttp.ClientSession,
+        client: HttpClient,
         settings: RouterSettings,
         key: str,
         metrics: Metrics,
@@ -107,7 +106,7 @@ class Dispatcher:
     ) -> None:
         self._registry = registry
         self._index = index
-        self._session = session
+        self._client = client
         self._settings = settings
         self._key = key
         self._metrics = metrics
@@ -262,8 +261,9 @@ class Dispatcher:
         first_token_s = stall_s = None
         others = self._registry.another_decodes(self._clock.now_s(), failed | {decision.decode})
         if call.stream and (life.may_retry or life.may_resume) and (others or decision.remote):
-            estimate_s = decision.ttft_s
-            if estimate_s is not None and settings.first_token_factor:
+            # A policy that makes no estimate: as if it had foretold the least.
+            estimate_s = settings.first_token_min_s if decision.ttft_s is None else decision.ttft_s
+            if settings.first_token_factor:
                 first_token_s = max(settings.first_token_min_s, settings.first_token_factor * estimate_s)
         if call.internal.journal and life.replays_left and settings.stream_stall_s:
             stall_s = settings.stream_stall_s
@@ -290,9 +290,8 @@ class Dispatcher:
             INTERNAL_KEY_HEADER.decode(): self._key,
         }
         try:
-            data = body if len(body) < _LARGE_BODY_BYTES else io.BytesIO(body)
             url = target.settings.url + call.path
-            async with patience, self._session.post(url, data=data, headers=headers) as response:
+            async with patience, self._client.post(url, data=body, headers=headers) as response:
                 if response.status != 200:
                     raise await self._refused(flight, response, target, prefill)
                 outgoing = self._response_headers(flight, decision)
@@ -371,7 +370,7 @@ class Dispatcher:
         return headers
 
     async def _refused(
-        self, flight: Flight, response: aiohttp.ClientResponse, target: Member, prefill: Member | None
+        self, flight: Flight, response: Response, target: Member, prefill: Member | None
     ) -> AttemptFailed:
         """A worker's answer other than 200: the client's fault passes through, ours is tried elsewhere."""
         error = decode_error(response.status, await response.content.read(_MAX_ERROR_BYTES))
@@ -393,7 +392,7 @@ class Dispatcher:
         self._registry.call_failed(target, "worker_error", now_s)
         return AttemptFailed("worker_error", error, elsewhere=error.status != 504)
 
-    async def _whole(self, flight: Flight, response: aiohttp.ClientResponse, headers: Headers) -> None:
+    async def _whole(self, flight: Flight, response: Response, headers: Headers) -> None:
         body = await response.read()
         flight.report = read_report(response.headers.get(REPORT_HEADER.decode()))
         flight.lifecycle.on(Event.COMPLETE)
@@ -405,7 +404,7 @@ class Dispatcher:
         self,
         flight: Flight,
         call: Call,
-        response: aiohttp.ClientResponse,
+        response: Response,
         headers: Headers,
         holds: list[Hold],
         patience: Patience,
