@@ -21,14 +21,20 @@ from kvbaton.router.monitor import Monitor
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.registry import Registry
 from kvbaton.workers.http import HttpServer, bind
+from kvbaton.workers.http_client import HttpClient
 from kvbaton.workers.process import first_of
 
 log = logging.getLogger(__name__)
 Report = Callable[..., None]
 
 
+def open_client(settings: RouterSettings) -> HttpClient:
+    """For requests."""
+    return HttpClient(settings.connect_timeout_s, settings.stall_timeout_s)
+
+
 def open_session(settings: RouterSettings) -> aiohttp.ClientSession:
-    """Connections to workers. Theirs are kept longer (75 s) than ours, so that none is reused while it closes."""
+    """For polls. Workers keep connections longer (75 s) than we do, so that none is reused while it closes."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
         timeout=aiohttp.ClientTimeout(
@@ -53,8 +59,8 @@ async def run_router(
     index = PrefixIndex(settings.index_block_tokens, settings.index_blocks, settings.index_exact_blocks)
     registry = Registry(members, served.name, index, metrics)
     listener = bind(settings.host, settings.port)
-    async with open_session(settings) as session:
-        dispatcher = Dispatcher(registry, index, session, settings, key, metrics, clock)
+    async with open_session(settings) as session, open_client(settings) as client:
+        dispatcher = Dispatcher(registry, index, client, settings, key, metrics, clock)
         gateway = Gateway(registry, dispatcher, served, settings, key, metrics, clock)
         server = HttpServer(gateway)
         host, port = listener.getsockname()[:2]

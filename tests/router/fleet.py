@@ -21,7 +21,7 @@ from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.gateway import Gateway, Served
 from kvbaton.router.monitor import Monitor
 from kvbaton.router.prefix_index import PrefixIndex
-from kvbaton.router.process import open_session
+from kvbaton.router.process import open_client, open_session
 from kvbaton.router.registry import Registry
 from kvbaton.types import Role
 from kvbaton.workers.server import ServerOptions, WorkerServer
@@ -104,7 +104,8 @@ async def running_fleet(tokenizer: Tokenizer, roles: dict[str, Role], **settings
         index = PrefixIndex(router.index_block_tokens, router.index_blocks, router.index_exact_blocks)
         registry = Registry(members, "tiny", index, metrics)
         session = await stack.enter_async_context(open_session(router))
-        dispatcher = Dispatcher(registry, index, session, router, KEY, metrics, clock)
+        client = await stack.enter_async_context(open_client(router))
+        dispatcher = Dispatcher(registry, index, client, router, KEY, metrics, clock)
         gateway = Gateway(registry, dispatcher, Served("tiny", tokenizer), router, KEY, metrics, clock)
         stack.callback(gateway.close)
         url = await stack.enter_async_context(serving(gateway))

@@ -1,0 +1,300 @@
+"""The router's calls to workers: POST over kept connections, answers as they arrive, no more work per byte than needed.
+
+Speaks as much of aiohttp's client interface as the router uses, and raises its exceptions, so that callers have one set
+of them; written by us because a call through aiohttp costs several times what everything else the router does for it
+costs (docs/dependencies.md). Invariants: a connection carries one call at a time and is kept only after a complete
+answer; leaving a call early closes its connection, which tells the worker; a call that gets no byte for the stall
+timeout ends with an error; of an answer that is not taken at most ``HIGH_WATER_BYTES`` and one read are held.
+Knows nothing about events, workers or retries; it follows no redirect, decompresses nothing and speaks no TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, cast
+
+import aiohttp
+import httptools
+from aiohttp.client_reqrep import ConnectionKey
+
+HIGH_WATER_BYTES = 256 * 1024
+MAX_ANSWER_BYTES = 256 * 1024 * 1024  # of an answer read whole
+# Workers keep idle connections for 75 s: ours are dropped earlier, so that none is reused while it closes.
+KEEP_ALIVE_S = 30.0
+MAX_IDLE = 1024  # kept for each worker
+
+
+class _Connection(asyncio.Protocol):
+    """One socket to one worker, and the answer that is arriving on it."""
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.transport: asyncio.Transport | None = None
+        self.closed = False
+        self.idle_since_s = 0.0
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.complete = True  # no answer is expected, or all of it is here
+        self.parts: list[bytes] = []
+        self._num_bytes = 0  # of ``parts``
+        self._head_done = False
+        self._paused = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._parser: Any = None
+        self._stall_timeout_s = stall_timeout_s
+        self._heard_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- called by the event loop and by the parser --------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's own class is no subclass of it
+
+    def data_received(self, data: bytes) -> None:
+        if self.complete:  # nobody asked: whatever this is, the connection is of no use any more
+            self.abort()
+            return
+        self._heard_s = self.loop.time()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(aiohttp.ClientPayloadError(f"the worker broke HTTP: {error}"))
+        if self._num_bytes > HIGH_WATER_BYTES and not self._paused and self.transport is not None:
+            self._paused = True
+            self.transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        if not self.complete and self._error is None:
+            if self._head_done:
+                self._error = aiohttp.ClientPayloadError("the connection was lost before the answer ended")
+            else:
+                self._error = aiohttp.ServerDisconnectedError()
+            self._wake()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        self._head_done = self.status >= 200  # what comes before is only informational
+        if not self._head_done:
+            self.headers = {}
+
+    def on_body(self, body: bytes) -> None:
+        self.parts.append(body)
+        self._num_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        if not self._head_done:
+            return
+        self.complete = True
+        if not self._parser.should_keep_alive():
+            self.closed = True
+
+    # -- called by the call --------------------------------------------------------------------------------------
+
+    def send(self, head: bytes, body: bytes) -> None:
+        assert self.transport is not None and self.complete, "one call at a time"
+        self.complete, self._head_done, self._error = False, False, None
+        self.headers, self._parser = {}, httptools.HttpResponseParser(self)
+        self._heard_s = self.loop.time()
+        self._timer = self.loop.call_later(self._stall_timeout_s, self._look_at_clock)
+        if len(body) < 65536:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
+
+    async def head(self) -> None:
+        while not self._head_done:
+            await self._more()
+
+    async def take(self) -> bytes:
+        """What has arrived; waits for something. Nothing only at the end of the answer."""
+        while not self.parts:
+            if self.complete:
+                return b""
+            await self._more()
+        parts, self.parts, self._num_bytes = self.parts, [], 0
+        if self._paused and self.transport is not None:
+            self._paused = False
+            self.transport.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def end(self) -> None:
+        """The call is over, well or not."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self.complete or self.closed or self.parts or self._error is not None:
+            self.abort()
+        self.idle_since_s = self.loop.time()
+
+    def abort(self) -> None:
+        self.closed = True
+        self.parts = []
+        if self.transport is not None:
+            self.transport.abort()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    async def _more(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = self.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.complete and self._error is None:
+            self._error = error
+            self._wake()
+
+    def _look_at_clock(self) -> None:
+        """One timer for the whole call: it is moved when it rings, not at every byte."""
+        # While reading is paused it is we who do not listen.
+        left_s = self._stall_timeout_s if self._paused else self._heard_s + self._stall_timeout_s - self.loop.time()
+        if left_s <= 0.001:
+            self._timer = None
+            self._fail(aiohttp.SocketTimeoutError("no byte arrived within the stall timeout"))
+        else:
+            self._timer = self.loop.call_later(left_s, self._look_at_clock)
+
+
+class Content:
+    """The body of an answer, once, in order."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        take = self._connection.take
+        while part := await take():
+            yield part
+
+    async def read(self, max_bytes: int) -> bytes:
+        """At most ``max_bytes`` of it; what is more is left where it is."""
+        parts, num_bytes = [], 0
+        while num_bytes < max_bytes and (part := await self._connection.take()):
+            parts.append(part)
+            num_bytes += len(part)
+        return b"".join(parts)[:max_bytes]
+
+
+class Response:
+    def __init__(self, connection: _Connection) -> None:
+        self.status = connection.status
+        self.headers = connection.headers
+        self.content = Content(connection)
+
+    async def read(self) -> bytes:
+        body = await self.content.read(MAX_ANSWER_BYTES + 1)
+        if len(body) > MAX_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
+        return body
+
+
+class _Call:
+    """``async with client.post(...) as response``."""
+
+    def __init__(self, client: HttpClient, origin: str, head: bytes, body: bytes) -> None:
+        self._client, self._origin, self._head, self._body = client, origin, head, body
+        self._connection: _Connection | None = None
+
+    async def __aenter__(self) -> Response:
+        connection = self._client.idle(self._origin) or await self._client.connect(self._origin)
+        self._connection = connection
+        try:
+            connection.send(self._head, self._body)
+            self._head = self._body = b""
+            await connection.head()
+        except BaseException:
+            connection.end()
+            raise
+        return Response(connection)
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._connection is not None
+        self._connection.end()
+        self._client.keep(self._origin, self._connection)
+
+
+class HttpClient:
+    """Connections to any number of workers."""
+
+    def __init__(self, connect_timeout_s: float, stall_timeout_s: float) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._idle: dict[str, list[_Connection]] = {}
+        self._heads: dict[str, bytes] = {}
+
+    def post(self, url: str, *, data: bytes, headers: Mapping[str, str]) -> _Call:
+        """``url`` is http://host:port/path; ``headers`` must come from us or have been checked."""
+        cut = url.index("/", 7)
+        origin, path = url[7:cut], url[cut:]
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        head = f"POST {path} HTTP/1.1\r\nhost: {origin}\r\n{lines}content-length: {len(data)}\r\n\r\n"
+        return _Call(self, origin, head.encode("latin-1"), data)
+
+    def idle(self, origin: str) -> _Connection | None:
+        """The one used last: the others may then be dropped."""
+        kept = self._idle.get(origin)
+        while kept:
+            connection = kept.pop()
+            if connection.closed:
+                continue
+            if connection.loop.time() - connection.idle_since_s > KEEP_ALIVE_S:
+                connection.abort()  # and so are all below it
+                continue
+            return connection
+        return None
+
+    def keep(self, origin: str, connection: _Connection) -> None:
+        if connection.closed:
+            return
+        kept = self._idle.setdefault(origin, [])
+        if len(kept) >= MAX_IDLE:
+            kept.pop(0).abort()
+        kept.append(connection)
+
+    async def connect(self, origin: str) -> _Connection:
+        host, _, port = origin.rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._stall_timeout_s), host.strip("[]"), int(port)
+                )
+        except TimeoutError:
+            raise aiohttp.ConnectionTimeoutError(f"no connection to {origin}") from None
+        except OSError as error:
+            key = ConnectionKey(host, int(port), False, True, None, None, None, None)
+            raise aiohttp.ClientConnectorError(key, error) from error
+        return connection
+
+    def drop(self, origin: str) -> None:
+        """Close what is idle to a worker that left."""
+        for connection in self._idle.pop(origin, ()):
+            connection.abort()
+
+    def close(self) -> None:
+        for origin in list(self._idle):
+            self.drop(origin)
+
+    async def __aenter__(self) -> HttpClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)  # let the loop close the sockets
