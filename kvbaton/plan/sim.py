@@ -139,29 +139,34 @@ class Simulation:
         """Route a request. False: it must wait until somebody has room."""
         if record.lifecycle.ended:
             return True
-        members = self.fleet.views(record, self._index, self.now_s)
+        members = list(self.fleet.views(record, self._index, self.now_s))
         view = RequestView(
             num_prompt_tokens=record.prompt_tokens,
             num_prompts=1,
             longest_prompt_tokens=record.prompt_tokens,
             max_total_tokens=record.prompt_tokens + record.output_tokens,
         )
-        try:
-            decision = decide(view, members, self.spec.policy, self._turn, self.spec.split, costs=self._costs)
-        except NoWorker:
-            if self.fleet.anybody_to_come:
-                return False
-            self._end(record, Event.REFUSE)
-            return True
-        self._turn += 1
-        try:
-            if not self._place(record, decision):
-                return False
-        except CapacityError:
-            return False
-        except LocalError:
-            self._end(record, Event.REFUSE)  # it can never fit there
-            return True
+        while True:
+            self._turn += 1
+            try:
+                decision = decide(
+                    view, members, self.spec.policy, self._turn, self.spec.split, record.prefill_failed, self._costs
+                )
+            except NoWorker:
+                if self.fleet.anybody_to_come:
+                    return False
+                self._end(record, Event.REFUSE)
+                return True
+            try:
+                self._place(record, decision)
+                break
+            except CapacityError:  # ask the others that decode, then wait
+                members = [each for each in members if each.name != decision.decode]
+                if all(each.role == "prefill" for each in members):
+                    return False
+            except LocalError:
+                self._end(record, Event.REFUSE)  # it can never fit there
+                return True
         record.lifecycle.on(Event.DISPATCH)
         record.attempt += 1
         record.reason = decision.reason
@@ -169,21 +174,20 @@ class Simulation:
         self._index.dispatched(record, [self.fleet.workers[name] for name in names if name is not None])
         return True
 
-    def _place(self, record: Record, decision: Decision) -> bool:
+    def _place(self, record: Record, decision: Decision) -> None:
         target = self.fleet.workers[decision.decode]
         record.prefill, record.decode = decision.prefill, decision.decode
         self._settle(target)
         if decision.prefill is None:
             target.active[record.request_id] = record
             self._enqueue(target, record, "full")
-            return True
+            return
         source = self.fleet.workers[decision.prefill]
         record.have_tokens = target.scheduler.reserve_import(self._sequence(record, "import"))
         self._settle(source)
         record.ready_s = 0.0
         source.active[record.request_id] = target.active[record.request_id] = record
         self._enqueue(source, record, "prefill_only")
-        return True
 
     def _enqueue(self, worker: SimWorker, record: Record, mode: Mode) -> None:
         """To the scheduler, at once or when what the worker's host tier holds of the prompt is loaded."""
@@ -365,6 +369,7 @@ class Simulation:
             record.lifecycle.on(Event.RETRY)
             record.attempt += 1
             record.tried.add(worker.name)
+            record.prefill_failed = worker.name == record.prefill
             if self._queue or not self._dispatch(record):
                 self._queue.append(record)
         self._push(self.now_s + down_s, "up", worker)

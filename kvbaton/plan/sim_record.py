@@ -36,8 +36,8 @@ class Record:
 
     __slots__ = (
         "arrival_s", "attempt", "cached_tokens", "decode", "exposed_s", "finish_s", "first_token_s", "have_tokens",
-        "hashes", "last_token_s", "lifecycle", "max_gap_s", "output_tokens", "prefill", "prompt_tokens", "ready_s",
-        "reason", "request_id", "tried", "wire_bytes",
+        "hashes", "last_token_s", "lifecycle", "max_gap_s", "output_tokens", "prefill", "prefill_failed",
+        "prompt_tokens", "ready_s", "reason", "request_id", "tried", "wire_bytes",
     )  # fmt: skip
 
     def __init__(self, request_id: str, arrival_s: float, prompt_tokens: int, output_tokens: int,
@@ -52,6 +52,7 @@ class Record:
         self.tried: set[str] = set()
         self.reason = ""
         self.prefill: str | None = None
+        self.prefill_failed = False  # the last attempt was given up because its prefill worker was lost
         self.decode: str | None = None
         self.first_token_s: float | None = None
         self.last_token_s = arrival_s

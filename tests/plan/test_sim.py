@@ -208,6 +208,26 @@ def test_outages_retry_or_break() -> None:
     assert sum(lonely.outcomes.values()) == 200
 
 
+def test_a_prefill_worker_that_is_lost_is_named_as_the_reason() -> None:
+    """As the live router says it: the hand-off failed, and no other prefill worker is left."""
+    trace, lost = synthetic(60, 6.0, (3_000, 20), Random(2)), Incidents((Outage("prefill-0", 3.0, 5.0),))
+    assert simulate(split(1, 1), trace, lost).reasons["fallback_prefill_failed"] >= 1
+    assert "fallback_prefill_failed" not in simulate(split(2, 1), trace, lost).reasons
+
+
+def test_a_full_decode_worker_is_not_waited_for_while_another_has_room() -> None:
+    """As the live router does: a refusal for want of room asks the others first."""
+    spec = worker(num_blocks=100)
+    fleet = msgspec.structs.replace(split(1, 2, spec), policy=PolicyConfig(kind="round_robin"))
+    size = spec.block_size
+    big, small = 80 * size, 8 * size
+    trace = Trace("full", (TraceRequest(0.0, big, 15 * size), TraceRequest(1.0, small, 2), TraceRequest(2.0, big, 2)))
+    result = simulate(fleet, trace)
+    assert result.outcomes == {"ok": 3}
+    # The third is the first's turn again, which has no room for long.
+    assert result.ttft_s[2] == pytest.approx(result.ttft_s[0], rel=0.2)
+
+
 def test_clients_that_give_up_free_everything() -> None:
     trace = Trace("burst", tuple(TraceRequest(0.0, 2_000, 50) for _ in range(40)))
     run = Simulation(split(1, 1), trace, Incidents(give_up_s=1.0))
