@@ -193,7 +193,7 @@ def parity(a: Arm, b: Arm, says_a: dict[str, str], says_b: dict[str, str]) -> li
         if one != two:
             # The models must be the same; how an endpoint describes its own build is for the reader to judge.
             found.append(Difference(name, one, two, not name.endswith((".id", ".root", ".max_model_len", ".revision"))))
-    flags_a, flags_b = _flags(a.up), _flags(b.up)
+    flags_a, flags_b = flags_of(a.up), flags_of(b.up)
     for flag in sorted(flags_a.keys() | flags_b.keys()):
         one, two = flags_a.get(flag, "(default)"), flags_b.get(flag, "(default)")
         if one != two:
@@ -201,7 +201,8 @@ def parity(a: Arm, b: Arm, says_a: dict[str, str], says_b: dict[str, str]) -> li
     return found
 
 
-def _flags(arguments: Sequence[str]) -> dict[str, str]:
+def flags_of(arguments: Sequence[str]) -> dict[str, str]:
+    """Flags by name with their values."""
     found: dict[str, str] = {}
     name = ""
     for word in arguments:

@@ -20,12 +20,14 @@ from kvbaton.bench import verdict as judge
 from kvbaton.bench.arms import Arm, Difference, describe_endpoint, parity, running
 from kvbaton.bench.client import Progress
 from kvbaton.bench.machine import MAX_OTHER_CORES, MachineUse, MachineWatch
+from kvbaton.bench.prediction import Simulated, predict_all
 from kvbaton.bench.runner import run_load
 from kvbaton.bench.samples import Run, file_sha256
 from kvbaton.bench.stats import Gates
 from kvbaton.bench.summary import RunSummary, summarize_run
 from kvbaton.bench.verdict import AttainmentDifference, Comparison, Verdict
 from kvbaton.bench.workload import LoadSpec
+from kvbaton.plan.profile_file import ProfileFile
 from kvbaton.types import LocalError
 
 Tell = Callable[[str], None]
@@ -53,6 +55,7 @@ class CompareSpec:
     max_drift: float = 1.5  # factor by which the objective may differ between two runs of the same arm
     title: str = "colocated against disaggregated"
     directory: Path = Path("compare")
+    profile: ProfileFile | None = None  # of a worker like these: the runs are simulated too
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -100,6 +103,7 @@ class CompareResult(msgspec.Struct, frozen=True):
     rates: tuple[RateResult, ...]
     runs: tuple[ArmRun, ...]
     goodput: dict[str, float]  # by arm: highest tried rate whose whole attainment interval is above the target
+    simulated: Simulated | None = None  # the same runs, by the simulator
 
 
 class CompareRuns(msgspec.Struct):
@@ -156,6 +160,7 @@ async def compare(spec: CompareSpec, tell: Tell, watch: Callable[[Progress], Non
         rates=rates,
         runs=tuple(runs),
         goodput=_goodput(spec, rates),
+        simulated=predict_all((spec.a, spec.b), recorded, spec.profile) if spec.profile is not None else None,
     )
     raw = {style: [run for found, run in recorded[spec.rates_per_s[0]] if found == style] for style in ("a", "b")}
     return CompareRuns(result, raw)

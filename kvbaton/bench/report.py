@@ -51,6 +51,7 @@ def html_page(found: CompareRuns) -> str:
             "</section>",
             f'<section><h2>Plots</h2><div class="plots">{"".join(_plots(found))}</div></section>',
             f"<section><h2>Why</h2>{_list(result.verdict.reasons)}</section>",
+            _simulated(result),
             f"<section><h2>Each run</h2>{_run_table(result)}</section>",
             f"<section><h2>The arms</h2>{_arms(result)}</section>",
             f"<section><h2>To repeat it</h2>{_config(result)}</section>",
@@ -232,6 +233,29 @@ def _stalls(found: CompareRuns, names: dict[str, str]) -> str:
     return charts.timeline(f"Stalls: gaps over {bound * 1e3:g} ms, first run of each", rows, span, "", bound)
 
 
+SIMULATED_HEAD = ("arm", "requests/s", "figure", "simulated ms", "measured ms", "error")
+
+
+def simulated_rows(result: CompareResult) -> list[list[str]]:
+    found = result.simulated
+    return [
+        [
+            each.arm, f"{each.rate_per_s:g}", each.name, _number(each.predicted_ms), _number(each.measured_ms),
+            f"{each.error:+.0%}",
+        ]
+        for each in (found.predictions if found is not None else ())
+    ]  # fmt: skip
+
+
+def _simulated(result: CompareResult) -> str:
+    found = result.simulated
+    if found is None:
+        return ""
+    note = f'<p class="note">The same requests at the same instants, simulated from {escape(found.profile)}.</p>'
+    table = _table(SIMULATED_HEAD, simulated_rows(result))
+    return f"<section><h2>What the simulator says of these runs</h2>{table}{note}{_list(found.notes)}</section>"
+
+
 def _run_table(result: CompareResult) -> str:
     head = (
         "arm",
@@ -337,6 +361,10 @@ def markdown(result: CompareResult) -> str:
             ("metric", names["a"], names["b"], "ratio", "direction", "reads"), comparison_rows(found)
         )
     parts += ["## Why", "", *(f"* {reason}" for reason in result.verdict.reasons), ""]
+    if result.simulated is not None:
+        parts += ["## What the simulator says of these runs", ""]
+        parts += _markdown_table(SIMULATED_HEAD, simulated_rows(result))
+        parts += [f"* simulated from {result.simulated.profile}", *(f"* {note}" for note in result.simulated.notes), ""]
     parts += [
         "## The arms",
         "",

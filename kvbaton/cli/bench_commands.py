@@ -129,6 +129,11 @@ def _goodput(spec: LoadSpec, gates: Gates | None, headers: dict[str, str], given
 @click.option(
     "--objective", default="itl:95", show_default=True, help="Latency the verdict is about: metric:percentile."
 )
+@click.option(
+    "--profile",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Profile file of such a worker: the same runs are simulated too, and the error is in the report.",
+)
 @click.option("--title", default="One pool or two", show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="compare", show_default=True)
 @click.option("--stall-ms", type=float, default=500.0, show_default=True, help="A gap this long is a stall.")
@@ -165,7 +170,7 @@ def compare_command(**given: Any) -> None:
     with `kvbaton up`, or are any two addresses. Exit code 1 when the verdict is "do not split" or "not proven".
     """
     from kvbaton.bench.compare import compare
-    from kvbaton.bench.report import comparison_rows, write_reports
+    from kvbaton.bench.report import comparison_rows, simulated_rows, write_reports
     from kvbaton.bench.watch import Watch
 
     spec = _compare_spec(given)
@@ -180,6 +185,8 @@ def compare_command(**given: Any) -> None:
     else:
         for row in comparison_rows(found.result.rates[0]):
             click.echo(f"{row[0]:<34}{row[1]:<28}{row[2]:<28}{row[3]:<22}{row[5]}")
+        for arm, rate, name, predicted, measured, error in simulated_rows(found.result):
+            click.echo(f"simulated {arm} at {rate}/s, {name}: {predicted} ms, measured {measured} ms ({error})")
         click.echo(f"\n{found.result.verdict.sentence}")
         click.echo(f"see {paths[0]}", err=True)
     if found.result.verdict.decision != "split":
@@ -190,6 +197,7 @@ def _compare_spec(given: dict[str, Any]) -> CompareSpec:
     from kvbaton.bench.arms import Arm
     from kvbaton.bench.compare import CompareSpec
     from kvbaton.bench.cost import Fleet
+    from kvbaton.plan.profile_file import read_profile
 
     load, gates = load_spec("", given), gates_of(given)
     given["gpus"], given["prefill_gpus"], given["decode_gpus"] = (
@@ -231,6 +239,7 @@ def _compare_spec(given: dict[str, Any]) -> CompareSpec:
         max_drift=given["max_drift"],
         title=given["title"],
         directory=given["out"],
+        profile=read_profile(given["profile"]) if given["profile"] else None,
         headers=headers_of(given["api_key"], given["header"]),
     )
 
