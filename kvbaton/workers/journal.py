@@ -58,7 +58,9 @@ def read(lines: bytes, num_choices: int) -> tuple[ResumedSequence, ...]:
 
 
 def split(events: bytes) -> tuple[bytes, bytes]:
-    """Whole event blocks without their journal lines, and those lines."""
+    """Whole event blocks, or none, without their journal lines; and those lines."""
+    if not events:
+        return b"", b""
     if events.startswith(b":") and events.find(b"\n\n") == len(events) - 2:  # the usual case: one block
         return _split_block(events)
     texts, lines = [], []
