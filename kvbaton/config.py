@@ -26,6 +26,7 @@ from kvbaton.types import LocalError, Role
 INTERNAL_KEY_VARIABLE = "KVBATON_INTERNAL_KEY"
 
 Transport = Literal["auto", "shm", "tcp"]
+EngineName = Literal["embedded", "vllm"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class WorkerSettings:
     lease_s: float = 30.0  # how long offered blocks stay pinned without a sign of life from the reader
     drain_s: float = 60.0  # how long open requests may still run after a drain began
     max_body_bytes: int = 16 * 1024 * 1024
+    engine: EngineName = "embedded"  # what computes: the engine in this package, or a vLLM server
+    engine_url: str = ""  # of a server that runs already; empty: one is started
+    engine_python: str = ""  # of the environment that has the engine; empty: ours
+    engine_args: str = ""  # more flags for it, as on a command line
+    engine_log: str = ""  # file for what it prints; empty: one in the temporary directory
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,9 @@ class FleetSettings:
 
 Settings = TypeVar("Settings", ModelSettings, WorkerSettings, RouterSettings)
 _SECTIONS: dict[str, type] = {"model": ModelSettings, "worker": WorkerSettings, "router": RouterSettings}
-_POSITIVE = re.compile(r"_(s|bytes|tokens)$|^(block_size|max_running|max_waiting|max_inflight|index_blocks|index_exact_blocks)$")
+_POSITIVE = re.compile(
+    r"_(s|bytes|tokens)$|^(block_size|max_running|max_waiting|max_inflight|index_blocks|index_exact_blocks)$"
+)
 
 
 def load(

@@ -99,6 +99,14 @@ ROUTER_FLAGS: tuple[_Flag, ...] = (
         "Requests at once before it says 429.  [default: 1024]",
     ),
 )
+SERVER_FLAGS: tuple[_Flag, ...] = (
+    (("--engine",), "worker", "engine", click.Choice(["embedded", "vllm"]), "What computes.  [default: embedded]"),
+    (("--engine-python",), "worker", "engine_python", str, "Python of the environment that has vLLM."),
+    (("--engine-args",), "worker", "engine_args", str, "More flags for vLLM, in quotes."),
+)
+ENGINE_URL_FLAG: tuple[_Flag, ...] = (
+    (("--engine-url",), "worker", "engine_url", str, "A vLLM server that runs already.  [default: start one]"),
+)
 DRAIN_FLAG: tuple[_Flag, ...] = (
     (("--drain-s",), "worker", "drain_s", float, "How long open requests may still run at the end.  [default: 60]"),
 )

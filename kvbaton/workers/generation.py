@@ -172,8 +172,13 @@ class Generation:
                         self._admit(index, event)
                     case Finished():
                         self._finished.append(event)
+                        self._correct(index, event)
         if choice.finish_reason is None:
             raise ApiError(500, "generation ended early", type="server_error", code="internal_error")
+
+    def _correct(self, index: int, finished: Finished) -> None:
+        if finished.num_cached_tokens is not None and index % self._request.n == 0 and not self._resumed:
+            self._answer.usage.num_cached_tokens += finished.num_cached_tokens - self._admitted[index].num_cached_tokens
 
     def _admit(self, index: int, admitted: Admitted) -> None:
         self._admitted[index] = admitted

@@ -181,6 +181,19 @@ class NativeWorker:
         self._past = _Moved()
 
     @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self.engine.alive
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return tuple(self.loaded.config.eos_token_ids)
+
+    @property
+    def backend(self) -> str:
+        return self.loaded.backend
+
+    @property
     def identity(self) -> Identity:
         pool = self.loaded.pool.shared
         return Identity(

@@ -66,6 +66,25 @@ def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
     )
 
 
+async def start_vllm(model: ModelSettings, settings: WorkerSettings, key: str, stop: asyncio.Event) -> Any:
+    """A worker over a vLLM server: one of its own, unless ``engine_url`` names one that runs."""
+    from kvbaton.workers.vllm_process import make_vllm_worker
+
+    worker = make_vllm_worker(model, settings, key)
+    starting = asyncio.ensure_future(worker.start())
+    try:
+        await first_of(starting, stop.wait())
+        if not starting.done():
+            raise StoppedEarly
+        starting.result()
+    except BaseException:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await worker.stop()
+        raise
+    return worker
+
+
 async def run_worker(
     model: ModelSettings, settings: WorkerSettings, key: str, stop: asyncio.Event, report: Report
 ) -> bool:
@@ -76,20 +95,23 @@ async def run_worker(
     if stale := sweep_stale():
         report("progress", message=f"removed {len(stale)} shared-memory segment(s) of processes that died")
     report("progress", message="loading the model")
-    loading = asyncio.ensure_future(asyncio.to_thread(make_worker, model, settings))
-    await first_of(loading, stop.wait())
-    if not loading.done():
-        raise StoppedEarly
-    worker = loading.result()
-    await worker.start()
+    if settings.engine == "vllm":
+        worker = await start_vllm(model, settings, key, stop)
+    else:
+        loading = asyncio.ensure_future(asyncio.to_thread(make_worker, model, settings))
+        await first_of(loading, stop.wait())
+        if not loading.done():
+            raise StoppedEarly
+        worker = loading.result()
+        await worker.start()
     try:
         listener = bind(settings.host, settings.port)
         app = WorkerServer(
             worker,
             ServerOptions(
                 block_size=model.block_size,
-                eos_token_ids=tuple(worker.loaded.config.eos_token_ids),
-                model_name=model.name,
+                eos_token_ids=worker.eos_token_ids,
+                model_name=model.name or worker.model_id,
                 internal_key=key,
                 kv_host=settings.kv_host,
                 chunk_tokens=settings.chunk_tokens,
@@ -101,7 +123,7 @@ async def run_worker(
         host, port = listener.getsockname()[:2]
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve(sockets=[listener]))
-            about = {"backend": worker.loaded.backend, "incarnation": worker.incarnation, "kv_port": worker.kv_port}
+            about = {"backend": worker.backend, "incarnation": worker.incarnation, "kv_port": worker.kv_port}
             report("ready", host=host, port=port, **about)
             dying = group.create_task(engine_death(worker))
             await first_of(stop.wait(), app.drain_requested.wait(), serving, dying)
@@ -109,7 +131,7 @@ async def run_worker(
                 log.error("the engine's thread has ended; so does this process")
             dying.cancel()
             drain_s = settings.drain_s if app.drain_deadline_s is None else app.drain_deadline_s
-            clean = await app.drain(drain_s if worker.engine.alive else 0.0)
+            clean = await app.drain(drain_s if worker.alive else 0.0)
             server.end()
         return clean
     finally:
@@ -117,8 +139,8 @@ async def run_worker(
 
 
 async def engine_death(worker: Any) -> None:
-    """Return when the engine's thread is no more: a process that cannot compute must not look healthy."""
-    while worker.engine.alive:  # noqa: ASYNC110 (a thread that dies sets no event)
+    """Return when the engine's thread or process is no more: a process that cannot compute must not look healthy."""
+    while worker.alive:  # noqa: ASYNC110 (a thread that dies sets no event)
         await asyncio.sleep(0.5)
 
 

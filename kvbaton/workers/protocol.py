@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.engine.tokenizer import Tokenizer
-from kvbaton.types import FinishReason, Fingerprint, GenerateRequest, Role, TokenOutput
+from kvbaton.types import Fingerprint, FinishReason, GenerateRequest, Role, TokenOutput
 from kvbaton.workers.kv_events import KVEventLog
 
 
@@ -41,6 +41,7 @@ class Finished(msgspec.Struct, frozen=True):
     exposed_s: float = 0.0  # last byte minus first token
     decode_queue_s: float = 0.0  # from everything in place to the first decode step; 0: it never decoded
     first_step_s: float = 0.0  # from there, or locally from the first token, to the second token
+    num_cached_tokens: int | None = None  # of engines that say only now what the prefix cache had
 
 
 WorkerEvent = Admitted | TokenOutput | Finished

@@ -1,0 +1,443 @@
+"""A vLLM server behind the worker protocol: NixlConnector's pull, every leg bounded, counted, and called off together.
+
+The server is driven by its OpenAI completions endpoint with token ids in and out, so that text, stop strings, usage
+and errors are made by the same code as for the embedded engine. A remote request is two calls: the prefill server
+computes one token and answers with an object that only the decode server reads; it is passed on unchanged. Invariants:
+no prefill is spent while this side has no room; an answer without that object fails loudly; decode is never started on
+KV whose lease has run out; leaving by any way closes the open call, which aborts it there.
+
+What vLLM does not offer: a reservation (room is judged by what was sent and by its own figures), and a release of KV
+that was prefilled and is not wanted any more (it goes with its lease). Knows nothing about HTTP of clients, or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.kv.compat import fingerprint_of
+from kvbaton.kv.layout import KVLayout
+from kvbaton.types import (
+    CapacityError,
+    FinishReason,
+    GenerateRequest,
+    LocalError,
+    RemoteError,
+    Role,
+    TokenLogprobs,
+    TokenOutput,
+)
+from kvbaton.workers.kv_events import KVEventLog
+from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
+from kvbaton.workers.vllm_metrics import EngineFigures, read_figures
+from kvbaton.workers.vllm_server import VllmServer
+
+log = logging.getLogger(__name__)
+_ENCODER = msgspec.json.Encoder()
+_TOKEN_PREFIX = "token_id:"
+_START_S = 900.0  # compiling a large model takes minutes
+_SCRAPE_S = 0.25
+_SCRAPE_TIMEOUT_S = 5.0
+_LEASE_MARGIN_S = 2.0  # the decode server must have asked for the KV before its lease ends
+_MAX_ERROR_BYTES = 64 * 1024
+# What the prefill leg asks for: one token, to be continued elsewhere.
+_OFFER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    url: str  # of the server, http://host:port
+    role: Role
+    model_name: str  # as the server calls it
+    api_key: str = ""  # shared by the servers of one fleet
+    dtype: str = "bfloat16"
+    max_running: int = 64
+    max_waiting: int = 256
+    peer_host: str = ""  # where decode workers reach the server; empty: the host in ``url``
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+
+    @property
+    def num_cached(self) -> int:
+        return int((self.prompt_tokens_details or {}).get("cached_tokens") or 0)
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """A streamed part, or a whole answer. ``kv_transfer_params`` is kept as it came: its fields are the engines'."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    kv_transfer_params: msgspec.Raw | None = None
+    error: dict[str, Any] | None = None
+
+
+class _Lease(msgspec.Struct):
+    """The fields of the object that we look at, none of which need be there."""
+
+    remote_blocks_expiry_time: float | None = None
+    remote_prefill_cached_tokens: int | None = None
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_LEASE = msgspec.json.Decoder(_Lease)
+
+
+class VllmWorker:
+    """``await start()`` waits until the server answers. Implements ``protocol.Worker``."""
+
+    kv_events: KVEventLog | None = None
+
+    def __init__(
+        self, options: VllmOptions, config: ModelConfig, tokenizer: Tokenizer, server: VllmServer | None = None
+    ) -> None:
+        self.options = options
+        self._server = server
+        self.role: Role = options.role
+        self.model_id = options.model_name
+        self.tokenizer = tokenizer
+        self.incarnation = secrets.token_hex(8)
+        self.config = config
+        self.max_context = config.max_context
+        self.version = ""
+        self.fingerprint = fingerprint_of(self._layout(128), config.revision, config.rope_text)
+        self.kv_port = int(options.url.rpartition(":")[2])
+        self.figures = EngineFigures()
+        self._num_open = 0
+        self._num_done = 0
+        self._num_failed = 0
+        self._session: aiohttp.ClientSession | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    def _layout(self, block_size: int) -> KVLayout:
+        config, dtype = self.config, self.options.dtype
+        return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
+
+    async def start(self) -> None:
+        """RemoteError when the server answers, but not as what it should be; LocalError when ours does not come up."""
+        if self._server is not None:
+            await self._server.start(_START_S)
+        headers = {"authorization": f"Bearer {self.options.api_key}"} if self.options.api_key else {}
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+            connector=aiohttp.TCPConnector(limit=0),
+            trust_env=False,
+        )
+        models = await self._get_json("/v1/models")
+        cards = {card["id"]: card for card in models["data"]}
+        if self.options.model_name not in cards:
+            raise RemoteError(f"the server has {', '.join(cards)}, not {self.options.model_name}", field="model")
+        self.max_context = min(self.max_context, int(cards[self.options.model_name]["max_model_len"]))
+        self.version = str((await self._get_json("/version")).get("version", ""))
+        await self._scrape()
+        layout = self._layout(self.figures.block_size or 128)
+        self.fingerprint = fingerprint_of(layout, f"{self.config.revision}/vllm-{self.version}", self.config.rope_text)
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _get_json(self, path: str) -> Any:
+        async with asyncio.timeout(_SCRAPE_TIMEOUT_S), self._http.get(self.options.url + path) as response:
+            if response.status != 200:
+                raise RemoteError(f"the server answers {response.status} to {path}")
+            return await response.json()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_SCRAPE_S)
+            try:
+                await self._scrape()
+            except (TimeoutError, aiohttp.ClientError, OSError, RemoteError) as error:
+                log.warning("the server's figures cannot be read: %s: %s", type(error).__name__, error)
+
+    async def _scrape(self) -> None:
+        async with asyncio.timeout(_SCRAPE_TIMEOUT_S), self._http.get(self.options.url + "/metrics") as response:
+            if response.status != 200:
+                raise RemoteError(f"the server answers {response.status} to /metrics")
+            self.figures = read_figures(await response.text())
+
+    @property
+    def alive(self) -> bool:
+        return self._server is None or self._server.alive
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return tuple(self.config.eos_token_ids)
+
+    @property
+    def backend(self) -> str:
+        return f"vllm {self.version}"
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "start the worker first"
+        return self._session
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Until the server has no requests. It does not say who still reads from it: what was offered has its lease."""
+        until_s = time.monotonic() + deadline_s
+        while self.figures.num_running + self.figures.num_waiting:
+            if time.monotonic() > until_s:
+                return False
+            await asyncio.sleep(_SCRAPE_S)
+        return True
+
+    async def stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        if self._server is not None:
+            await self._server.stop()
+
+    async def switch_role(self, role: Role, deadline_s: float) -> bool:
+        """A server with ``kv_both`` does either; the router decides what it is asked."""
+        self.role = role
+        return True
+
+    def stats(self) -> WorkerStats:
+        figures = self.figures
+        num_used = round(figures.num_blocks * figures.usage)
+        return WorkerStats(
+            num_waiting=figures.num_waiting,
+            num_running=figures.num_running,
+            num_active=max(self._num_open, figures.num_running + figures.num_waiting),
+            num_blocks=figures.num_blocks,
+            num_blocks_used=num_used,
+            num_blocks_free=figures.num_blocks - num_used,
+            num_prompt_tokens=figures.num_computed_tokens,
+            num_cached_tokens=figures.num_cached_tokens,
+            num_output_tokens=figures.num_output_tokens,
+            num_preemptions=figures.num_preemptions,
+            num_lease_expiries=figures.num_expired,
+            transfer_bytes_received=figures.num_bytes_received,
+            num_transfers=self._num_done,
+            num_transfer_failures=self._num_failed + figures.num_failed_transfers,
+        )
+
+    # -- requests
+
+    def generate(
+        self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
+    ) -> AsyncIterator[WorkerEvent]:
+        """See ``protocol.Worker.generate``. Close the iterator (``aclose``) to abort."""
+        if self._num_open >= self.options.max_running + self.options.max_waiting:
+            raise CapacityError("this worker's queue is full", fix="retry later")
+        if prefill is not None and (self.figures.num_waiting or self._num_open >= self.options.max_running):
+            raise CapacityError("the decode server has no room", fix="retry later or elsewhere")
+        return self._run(request, prefill, deadline_s)
+
+    async def _run(
+        self, request: GenerateRequest, prefill: PeerAddress | None, deadline_s: float
+    ) -> AsyncIterator[WorkerEvent]:
+        self._num_open += 1
+        started_s = time.monotonic()
+        body = request_body(request, self.options.model_name)
+        try:
+            async with asyncio.timeout(deadline_s):
+                transfer, lease = None, _Lease()
+                if prefill is not None:
+                    transfer, lease = await self._prefill(request, prefill, body)
+                prefilled_s = time.monotonic() - started_s
+                async for event in self._decode(request, body, transfer, lease):
+                    if isinstance(event, Finished) and prefill is not None:
+                        self._num_done += 1
+                        event = msgspec.structs.replace(event, prefill_s=prefilled_s)
+                    yield event
+        except TimeoutError:
+            raise CapacityError(f"the request's deadline of {deadline_s:.0f} s has passed", fix="retry later") from None
+        finally:
+            self._num_open -= 1
+
+    async def _prefill(
+        self, request: GenerateRequest, prefill: PeerAddress, body: dict[str, Any]
+    ) -> tuple[msgspec.Raw, _Lease]:
+        """The first leg. RemoteError whatever goes wrong: it is the peer's part."""
+        asked = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": _OFFER}
+        for name in ("stream_options", "min_tokens", "logprobs"):
+            asked.pop(name, None)
+        url = f"http://{prefill.host}:{prefill.port}/v1/completions"
+        try:
+            async with self._http.post(url, data=_ENCODER.encode(asked), headers=_headers(request)) as response:
+                raw = await response.read()
+                if response.status != 200:
+                    raise RemoteError(f"the prefill server answers {response.status}: {_message(raw)}")
+            answer = _CHUNK.decode(raw)
+            if answer.kv_transfer_params is None or bytes(answer.kv_transfer_params) == b"null":
+                reason = answer.choices[0].finish_reason if answer.choices else None
+                raise RemoteError(f"the prefill server offers no KV (finish reason {reason})")
+            lease = _LEASE.decode(bytes(answer.kv_transfer_params))
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            self._num_failed += 1
+            raise RemoteError(f"prefill at {prefill.host}:{prefill.port}: {type(error).__name__}: {error}") from None
+        except RemoteError:
+            self._num_failed += 1
+            raise
+        if lease.remote_prefill_cached_tokens is None and answer.usage is not None:
+            lease.remote_prefill_cached_tokens = answer.usage.num_cached
+        expiry_s = lease.remote_blocks_expiry_time  # wall-clock time of the peer's machine
+        if expiry_s is not None and time.time() > expiry_s - _LEASE_MARGIN_S:
+            self._num_failed += 1
+            raise RemoteError("the prefilled KV's lease ended before decode could start")
+        return answer.kv_transfer_params, lease
+
+    async def _decode(
+        self, request: GenerateRequest, body: dict[str, Any], transfer: msgspec.Raw | None, lease: _Lease
+    ) -> AsyncIterator[WorkerEvent]:
+        num_prompt = len(request.prompt_token_ids)
+        asked = body if transfer is None else {**body, "kv_transfer_params": transfer}
+        admitted, usage = False, _Usage()
+        url = self.options.url + "/v1/completions"
+        try:
+            async with self._http.post(url, data=_ENCODER.encode(asked), headers=_headers(request)) as response:
+                if response.status != 200:
+                    raise self._refused(response.status, await response.content.read(_MAX_ERROR_BYTES))
+                async for chunk in _chunks(response):
+                    if chunk.error is not None:
+                        raise self._refused(
+                            int(chunk.error.get("code") or 500), _ENCODER.encode({"error": chunk.error})
+                        )
+                    usage = chunk.usage or usage
+                    if not admitted:
+                        admitted = True
+                        yield _admitted(num_prompt, transfer is not None, lease)
+                    for choice in chunk.choices:
+                        for output in outputs_of(choice):
+                            yield output
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            raise LocalError(f"the server went away: {type(error).__name__}: {error}") from None
+        if transfer is None:
+            yield Finished(num_cached_tokens=usage.num_cached)
+            return
+        # What the decode server calls cached came over the wire, unless its own cache had it: the engine's word for it.
+        num_blocks = -(-usage.num_cached // max(1, self.figures.block_size))
+        yield Finished(transfer_bytes=num_blocks * self._layout(max(1, self.figures.block_size)).block_bytes)
+
+    def _refused(self, status: int, raw: bytes) -> Exception:
+        message = _message(raw)
+        if status == 400:
+            return LocalError(message, field="prompt")
+        if status in (429, 503):
+            return CapacityError(message, fix="retry later")
+        return LocalError(f"the server answers {status}: {message}")
+
+
+def request_body(request: GenerateRequest, model_name: str) -> dict[str, Any]:
+    """One sequence as a completions request: token ids in and out, no stop strings (they are ours to find)."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": model_name,
+        "prompt": request.prompt_token_ids,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "ignore_eos": sampling.ignore_eos,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "priority": request.priority,
+    }
+    if not request.priority:
+        del body["priority"]  # refused by servers whose scheduler is first come, first served
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    if sampling.logprobs is not None:
+        body["logprobs"] = sampling.logprobs
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
+    if stops:
+        body["stop_token_ids"] = sorted(stops)
+    if request.cache_salt:
+        body["cache_salt"] = request.cache_salt
+    return body
+
+
+def outputs_of(choice: _Choice) -> list[TokenOutput]:
+    """The tokens of one part; the finish reason belongs to the last of them."""
+    ids = choice.token_ids or []
+    outputs = []
+    for index, token_id in enumerate(ids):
+        reason: FinishReason | None = None
+        if index == len(ids) - 1 and choice.finish_reason is not None:
+            reason = "length" if choice.finish_reason == "length" else "stop"
+        logprobs = None if choice.logprobs is None else _logprobs(choice.logprobs, index, token_id)
+        outputs.append(TokenOutput(token_id, logprobs, reason, stop_token=reason == "stop"))
+    return outputs
+
+
+def _logprobs(found: _Logprobs, index: int, token_id: int) -> TokenLogprobs | None:
+    if index >= len(found.token_logprobs) or (value := found.token_logprobs[index]) is None:
+        return None
+    top = (found.top_logprobs or [None] * (index + 1))[index] or {}
+    best = sorted(((int(name.removeprefix(_TOKEN_PREFIX)), p) for name, p in top.items()), key=lambda pair: -pair[1])
+    return TokenLogprobs(token_id, value, tuple(best))
+
+
+def _admitted(num_prompt: int, remote: bool, lease: _Lease) -> Admitted:
+    if not remote:
+        return Admitted(num_prompt, 0)  # how much was cached is told with the last part
+    return Admitted(num_prompt, lease.remote_prefill_cached_tokens or 0, num_prompt, path="remote")
+
+
+def _headers(request: GenerateRequest) -> dict[str, str]:
+    return {"content-type": "application/json", "x-request-id": request.request_id}
+
+
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[_Chunk]:
+    """Server-sent events until the end mark; a stream without one was cut."""
+    held = b""
+    async for part in response.content.iter_any():
+        *events, held = (held + part).split(b"\n\n")
+        for event in events:
+            data = event.strip().removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            if data:
+                yield _CHUNK.decode(data)
+    raise aiohttp.ClientPayloadError("the stream ended without its end mark")
+
+
+def _message(raw: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(raw)["error"]["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return raw[:200].decode(errors="replace")

@@ -1,0 +1,71 @@
+"""From settings to a worker over vLLM. Knows nothing about how either of them works."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvbaton.config import ModelSettings, WorkerSettings
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.engine.weights import default_model_dir
+from kvbaton.types import LocalError
+from kvbaton.workers.vllm import VllmOptions, VllmWorker
+from kvbaton.workers.vllm_server import ServerSpec, VllmServer, free_port, key_for_servers, split_arguments
+
+DEFAULT_KV_MIB = 1024
+
+
+def make_vllm_worker(model: ModelSettings, settings: WorkerSettings, key: str) -> VllmWorker:
+    """LocalError for settings that only the embedded engine has."""
+    for name, given in (("weights", model.weights != "native"), ("kv_blocks", model.kv_blocks > 0)):
+        if given:
+            fix = "leave it out, or say it in --engine-args"
+            raise LocalError(f"{name} is a setting of the embedded engine", field=name, fix=fix)
+    model_dir = Path(model.dir) if model.dir else default_model_dir()
+    config = ModelConfig.from_dir(model_dir)
+    name = model.name or model_dir.name
+    max_context = min(model.max_context or config.max_context, config.max_context)
+    server = None
+    url, api_key = settings.engine_url.rstrip("/"), os.environ.get("VLLM_API_KEY", "") or key_for_servers(key)
+    if not url:
+        server = VllmServer(_spec(model, settings, model_dir, name, max_context, api_key))
+        url = server.url
+    elif urlsplit(url).scheme != "http" or not urlsplit(url).port:
+        raise LocalError(f"{url!r} is not http://host:port", field="engine_url")
+    options = VllmOptions(
+        url=url,
+        role=settings.role,
+        model_name=name,
+        api_key=api_key,
+        dtype=model.dtype,
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+    )
+    return VllmWorker(options, config, Tokenizer.load(model_dir), server)
+
+
+def _spec(
+    model: ModelSettings, settings: WorkerSettings, model_dir: Path, name: str, max_context: int, api_key: str
+) -> ServerSpec:
+    host = settings.kv_host or settings.host
+    log_path = settings.engine_log or os.path.join(tempfile.gettempdir(), f"kvbaton-vllm-{os.getpid()}.log")
+    return ServerSpec(
+        python=settings.engine_python,
+        model_dir=model_dir,
+        model_name=name,
+        role=settings.role,
+        host=host,
+        port=settings.kv_port or free_port(host),
+        side_channel_port=free_port(host),
+        dtype=model.dtype,
+        max_context=max_context,
+        kv_memory_mib=model.kv_memory_mib or DEFAULT_KV_MIB,
+        cores=settings.cores,
+        api_key=api_key,
+        log_path=Path(log_path),
+        arguments=split_arguments(shlex.split(settings.engine_args)),
+    )
