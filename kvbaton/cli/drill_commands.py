@@ -39,11 +39,8 @@ TINY = "tiny"
     help="Fleet file of the router at URL: its workers run on this machine and are killed by signals.",
 )
 @click.option("--pid", type=int, help="Process id of `kvbaton up`, when several fleets run here.")
-@click.option("--kube-api", help="Delete pods through this API server, or `inside` from within a pod.")
-@click.option("--kube-namespace", default="default", show_default=True)
-@click.option("--kube-token-file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--kube-ca-file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--pod-name", default="{name}", show_default=True, help="How a member's pod is called.")
+@click.option("--kubernetes", metavar="NAMESPACE", help="The workers are pods there; they are killed by deleting them.")
+@click.option("--router-selector", help="Label selector of the router's pods.  [default: those of `kvbaton deploy`]")
 @click.option("--runs", type=click.IntRange(1), default=1, show_default=True, help="How often, each with its own seed.")
 @click.option("--per-run", type=click.IntRange(0), default=0, help="Scenarios in one run, in turns.  [default: all]")
 @click.option("--seed", type=int, default=0, show_default=True, help="What is broken when, and in which order.")
@@ -59,7 +56,7 @@ def drill_command(only: tuple[str, ...], list_only: bool, as_json: bool, **given
     \b
         kvbaton drill --prefill 2 --decode 2 --model tiny     a fleet of its own
         kvbaton drill                                         the one that `kvbaton up` keeps here
-        kvbaton drill http://router:8000 --kube-api inside    pods
+        kvbaton drill http://router:8000 --kubernetes serving  pods
 
     Steady traffic and a canary run all the while, greedy, with answers recorded beforehand; every answer is compared.
     Processes are really killed: do not point it at a fleet whose users you cannot spare.
@@ -125,14 +122,14 @@ async def _target(given: dict[str, Any], stack: AsyncExitStack) -> Target:
         logs = work / "logs"
         logs.mkdir()
         return await stack.enter_async_context(fleet.started(up_flags(given, work), logs))
-    if given["kube_api"] or given["fleet_file"] is not None:
+    if given["kubernetes"] or given["fleet_file"] is not None:
         return await _elsewhere(given)
     found = await control.running()
     for path, status in found:
         if given["url"] and status.url == given["url"].rstrip("/"):
             return fleet.of_up(path, status)
     if given["url"]:
-        fix = "drill it where `kvbaton up` runs, or give --fleet or --kube-api"
+        fix = "drill it where `kvbaton up` runs, or give --fleet or --kubernetes"
         raise LocalError(f"nothing is known of the processes behind {given['url']}", field="url", fix=fix)
     return fleet.of_up(*await control.the_one(given["pid"]))
 
@@ -145,7 +142,7 @@ def up_flags(given: dict[str, Any], work: Path) -> list[str]:
         from kvbaton.drill.tiny_model import write_tiny_model
 
         model = write_tiny_model(work / TINY)
-        # Small chunks, so that a prefill takes several steps and can be hit in its middle; a limit that a burst reaches.
+        # Small chunks, so that a prefill takes several steps and can be hit in it; a limit that a burst reaches.
         flags += ["--model", str(model), "--dtype", "float32", "--kv-blocks", "1024", "--chunk-tokens", "64"]
         flags += ["--max-inflight", "128"]
     elif given["model"]:
@@ -156,7 +153,7 @@ def up_flags(given: dict[str, Any], work: Path) -> list[str]:
 async def _elsewhere(given: dict[str, Any]) -> Target:
     from kvbaton.config import internal_key, load
     from kvbaton.drill import fleet
-    from kvbaton.drill.killer import Kubernetes, KubernetesAccess
+    from kvbaton.drill.killer import ROUTERS, Kubernetes
 
     urls: dict[str, str] = {}
     url = given["url"]
@@ -166,18 +163,11 @@ async def _elsewhere(given: dict[str, Any]) -> Target:
         url = url or f"http://{settings.router.host}:{settings.router.port}"
     if not url:
         raise LocalError("where is the router?", field="url", fix="give its address")
-    if not given["kube_api"]:
+    if not given["kubernetes"]:
         if not internal_key():
             raise LocalError("workers tell their process only with the fleet's key", field="KVBATON_INTERNAL_KEY")
         return fleet.of_router(url, None, urls, internal_key())
-    if given["kube_api"] == "inside":
-        access = KubernetesAccess.from_inside(given["pod_name"])
-    else:
-        token = given["kube_token_file"].read_text().strip() if given["kube_token_file"] else ""
-        access = KubernetesAccess(
-            given["kube_api"], given["kube_namespace"], token, given["kube_ca_file"], given["pod_name"]
-        )
-    killer = Kubernetes(access)
+    killer = Kubernetes(given["kubernetes"], given["router_selector"] or ROUTERS)
     target = fleet.of_router(url, killer, urls, internal_key())
     page = await target.page() or {"members": []}
     await killer.check([member["name"] for member in page["members"]])

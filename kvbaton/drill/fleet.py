@@ -27,7 +27,7 @@ from kvbaton.drill.samples import FleetSeen, MemberSeen
 from kvbaton.router import control
 from kvbaton.router.control import Command, FleetStatus
 from kvbaton.types import LocalError, RemoteError
-from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
+from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo, WorkerStats
 
 LOOK_S = 2.0  # one look at the fleet page
 CHANGE_S = 240.0
@@ -60,6 +60,11 @@ class Target:
             return FleetSeen(at_s, None)
         members = {member["name"]: _member(member) for member in page["members"]}
         return FleetSeen(at_s, members, page["inflight"])
+
+    async def reported(self) -> dict[str, WorkerStats]:
+        """What each worker last told the router."""
+        page = await self.page() or {"members": []}
+        return {m["name"]: msgspec.convert(m["stats"], WorkerStats) for m in page["members"] if m["stats"]}
 
     async def command(self, command: Command) -> FleetStatus:
         assert self.control_path is not None

@@ -6,21 +6,22 @@ which is what a lost node looks like. Knows nothing about why.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import aiohttp
 import psutil
 
+from kvbaton.router.discovery import ROLE_LABEL, open_api
 from kvbaton.types import LocalError, RemoteError
 
 API_S = 20.0
-_SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+ROUTERS = f"{ROLE_LABEL}=router"  # as `kvbaton deploy` labels them
 
 
 class Killer(Protocol):
@@ -69,59 +70,25 @@ class LocalProcesses:
         return f"{number.name} to {name}, process {pid}"
 
 
-@dataclass(frozen=True)
-class KubernetesAccess:
-    """Where the API is and who we are there. ``pod_name`` makes a pod's name of a member's."""
-
-    url: str
-    namespace: str
-    token: str = ""
-    ca_file: Path | None = None
-    pod_name: str = "{name}"
-
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise LocalError(f"{self.url!r} is no address of an API server", field="kube_api", fix="https://host:port")
-        if "{name}" not in self.pod_name:
-            raise LocalError(f"{self.pod_name!r} names every pod alike", field="pod_name", fix="put {name} into it")
-
-    @classmethod
-    def from_inside(cls, pod_name: str) -> KubernetesAccess:
-        """From the service account that a pod finds mounted."""
-        host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-        try:
-            token = (_SERVICE_ACCOUNT / "token").read_text().strip()
-            namespace = (_SERVICE_ACCOUNT / "namespace").read_text().strip()
-        except OSError:
-            host = None
-        if host is None:
-            raise LocalError("this is no pod with a service account", field="kube_api", fix="give --kube-api and more")
-        shown = f"[{host}]" if ":" in host else host
-        return cls(f"https://{shown}:{port}", namespace, token, _SERVICE_ACCOUNT / "ca.crt", pod_name)
-
-
 class Kubernetes:
-    """Deletes pods through the API server: ``DELETE /api/v1/namespaces/NS/pods/NAME`` with no grace period.
+    """Deletes pods through the API server, of the cluster we run in or of the kubeconfig, with no grace period.
 
-    Its controller makes another; the fleet page shows when that one serves. Signals do not reach into pods, so nothing
-    is frozen.
+    Members are called as their pods are (``kvbaton router --discover``). The pod's controller makes another, under
+    another name; the fleet page shows when that one serves. Signals do not reach into pods: nothing is frozen.
     """
 
     can_freeze = False
 
-    def __init__(self, access: KubernetesAccess) -> None:
-        self._access = access
+    def __init__(self, namespace: str, router_selector: str) -> None:
+        self._namespace = namespace
+        self._router_selector = router_selector
 
     async def kill(self, name: str) -> str:
-        pod = self._access.pod_name.format(name=name)
-        options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
-        status, answer = await self._call("DELETE", pod, options)
-        if status not in (200, 202):
-            raise RemoteError(
-                f"deleting pod {pod} was answered {status}: {answer.get('message', '')}", field="pod_name"
-            )
-        uid = answer.get("metadata", {}).get("uid") or answer.get("details", {}).get("uid", "unknown")
-        return f"deleted pod {pod}, uid {uid}"
+        async with self._core() as core:
+            pod = await self._router(core) if name == "router" else name
+            deleted = await core.delete_namespaced_pod(pod, self._namespace, grace_period_seconds=0)
+        uid = getattr(getattr(deleted, "metadata", None), "uid", None)
+        return f"deleted pod {pod}" + (f", uid {uid}" if uid else "")
 
     async def freeze(self, name: str) -> str:
         raise LocalError("a pod cannot be frozen through the API", field="only", fix="leave out the frozen scenarios")
@@ -130,29 +97,32 @@ class Kubernetes:
         raise LocalError("a pod cannot be thawed through the API", field="only")
 
     async def check(self, names: list[str]) -> None:
-        """Every member has a pod that we may see. LocalError names the first that has none."""
+        """Every member is a pod that we may see. LocalError names the first that is not."""
         for name in names:
-            pod = self._access.pod_name.format(name=name)
-            status, answer = await self._call("GET", pod)
-            if status != 200:
-                fix = "set --pod-name so that {name} gives the pod, and allow get and delete on pods"
-                raise LocalError(f"pod {pod}: {status} {answer.get('message', '')}", field="pod_name", fix=fix)
+            try:
+                async with self._core() as core:
+                    await core.read_namespaced_pod(name, self._namespace)
+            except RemoteError as error:
+                fix = "give the namespace of the fleet, and allow get, list and delete on pods"
+                raise LocalError(f"member {name} is no pod that we see: {error}", field="kubernetes", fix=fix) from None
 
-    async def _call(self, method: str, pod: str, body: object = None) -> tuple[int, dict]:
-        access = self._access
-        url = f"{access.url.rstrip('/')}/api/v1/namespaces/{access.namespace}/pods/{pod}"
-        headers = {"authorization": f"Bearer {access.token}"} if access.token else {}
-        context: ssl.SSLContext | bool = True
-        if access.ca_file is not None:
-            context = ssl.create_default_context(cafile=str(access.ca_file))
-        timeout = aiohttp.ClientTimeout(total=API_S)
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.request(method, url, json=body, headers=headers, ssl=context) as response,
-            ):
-                return response.status, await response.json()
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise RemoteError(
-                f"no answer from the API server: {error or type(error).__name__}", field="kube_api"
-            ) from None
+    async def _router(self, core: Any) -> str:
+        found = await core.list_namespaced_pod(self._namespace, label_selector=self._router_selector)
+        running = sorted(pod.metadata.name for pod in found.items if pod.status.phase == "Running")
+        if not running:
+            raise RemoteError(f"no pod of {self._router_selector} runs in {self._namespace}", field="router_selector")
+        return str(running[0])
+
+    @asynccontextmanager
+    async def _core(self) -> AsyncIterator[Any]:
+        """The API, with every way it can fail as a RemoteError."""
+        async with open_api() as core:
+            from kubernetes_asyncio.client import ApiException
+
+            try:
+                async with asyncio.timeout(API_S):
+                    yield core
+            except ApiException as error:
+                raise RemoteError(f"the API server answers {error.status} {error.reason}") from None
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                raise RemoteError(f"no answer from the API server: {error or type(error).__name__}") from None

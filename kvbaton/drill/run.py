@@ -195,12 +195,13 @@ async def _whole_at_first(target: Target) -> FleetSeen:
 def _lacking(target: Target, roles: Counter[str]) -> frozenset[str]:
     """What scenarios may need and this fleet does not have."""
     local = target.control_path is not None
-    known_pods = not local and not target.urls
+    reached = local or bool(target.urls)  # its processes are on this machine
+    pods = not target.killer.can_freeze
     has = {
-        KILL: local or bool(target.urls) or not target.killer.can_freeze,
-        FREEZE: target.killer.can_freeze and not known_pods,
+        KILL: reached or pods,
+        FREEZE: reached and not pods,
         CONTROL: local,
-        ROUTER: local or not target.killer.can_freeze,
+        ROUTER: local or pods,
         SPLIT: bool(roles["prefill"] and roles["decode"]),
         SPARE: roles.total() > 1,
     }

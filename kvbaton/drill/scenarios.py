@@ -16,7 +16,7 @@ from kvbaton.drill.stage import Stage, Unfinished
 from kvbaton.drill.verdict import Promise
 from kvbaton.router.control import Command
 from kvbaton.types import Role
-from kvbaton.workers.protocol import WorkerInfo
+from kvbaton.workers.protocol import WorkerStats
 
 LONG_ANSWER, LONG_PROMPT = -1, -2  # places in the list of prompts, from its end
 KILL, FREEZE, CONTROL, ROUTER, SPLIT, SPARE = "kill", "freeze", "control", "router", "split", "spare"
@@ -46,18 +46,18 @@ class Scenario:
 
 async def _prefill_killed_idle(stage: Stage) -> None:
     names = list(await stage.members("prefill"))
-    await stage.kill(await stage.caught(names, lambda info: info.stats.num_active == 0, "an idle prefill worker"))
+    await stage.kill(await stage.caught(names, lambda stats: stats.num_active == 0, "an idle prefill worker"))
 
 
 async def _prefill_killed_computing(stage: Stage) -> None:
     names = list(await stage.members("prefill"))
     for _ in range(12):
         stage.ask(LONG_PROMPT)
-    name = await stage.caught(names, lambda info: info.stats.waiting_prompt_tokens > 0, "a prefill under way")
+    name = await stage.caught(names, lambda stats: stats.waiting_prompt_tokens > 0, "a prefill under way")
     await stage.kill(name)
 
 
-async def _while_kv_hangs(stage: Stage, role: Role, condition: Callable[[WorkerInfo], bool], what: str) -> None:
+async def _while_kv_hangs(stage: Stage, role: Role, condition: Callable[[WorkerStats], bool], what: str) -> None:
     """Hold the KV on its way, so that there is time to find a worker in that condition; then kill it."""
     async with stage.through_proxies() as proxies:
         await stage.carried(proxies)
@@ -76,7 +76,7 @@ async def _prefill_killed_offered(stage: Stage) -> None:
     await _while_kv_hangs(
         stage,
         "prefill",
-        lambda info: info.stats.num_leases > 0 and info.stats.waiting_prompt_tokens == 0,
+        lambda stats: stats.num_leases > 0 and stats.waiting_prompt_tokens == 0,
         "a prefill worker whose blocks are offered",
     )
 
@@ -85,7 +85,7 @@ async def _decode_killed_receiving(stage: Stage) -> None:
     await _while_kv_hangs(
         stage,
         "decode",
-        lambda info: info.stats.num_active > info.stats.num_running and info.stats.num_blocks_used > 0,
+        lambda stats: stats.num_active > stats.num_running and stats.num_blocks_used > 0,
         "a decode worker that waits for KV",
     )
 

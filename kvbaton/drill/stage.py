@@ -21,7 +21,7 @@ from kvbaton.drill.samples import FleetSeen, Mark, MemberSeen, Sample
 from kvbaton.drill.traffic import Traffic
 from kvbaton.router.control import Command
 from kvbaton.types import KvbatonError, RemoteError
-from kvbaton.workers.protocol import WorkerInfo
+from kvbaton.workers.protocol import WorkerStats
 
 LOOK_EVERY_S = 0.1
 PATIENCE_S = 60.0  # of one wait inside a scenario
@@ -108,16 +108,18 @@ class Stage:
     async def pick(self, *roles: str) -> str:
         return self.rng.choice(list(await self.members(*roles)))
 
-    async def caught(self, names: list[str], condition: Callable[[WorkerInfo], bool], what: str) -> str:
-        """The first of these workers that is in that condition; asked as fast as it answers."""
+    async def caught(self, names: list[str], condition: Callable[[WorkerStats], bool], what: str) -> str:
+        """The first of these workers that is in that condition; asked as fast as it answers, or through the router."""
         status = await self.target.command(Command("status")) if self.target.control_path is not None else None
         urls = {p.name: p.url for p in status.processes if p.name in names} if status is not None else self.target.urls
         held: list[str] = []
 
         async def one_is() -> bool:
+            page = {} if urls else await self.target.reported()
             for name in names:
                 info = await self.target.info_at(urls[name]) if name in urls else None
-                if info is not None and condition(info):
+                stats = info.stats if info is not None else page.get(name)
+                if stats is not None and condition(stats):
                     held.append(name)
                     return True
             return False

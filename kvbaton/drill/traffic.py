@@ -178,7 +178,7 @@ class Traffic:
             code,
             message,
             bool(seen.get("text")),
-            _uncached(usage),
+            _uncached(usage) if outcome in ("right", "wrong") else 0,
             headers.get("x-kvbaton-decision", ""),
             headers.get("x-kvbaton-prefill", ""),
             headers.get("x-kvbaton-decode", ""),
