@@ -56,6 +56,10 @@ typecheck: $(VENV)/.linted ## mypy over the package
 peers: $(VENV)/.tested ## install vLLM and llama.cpp for the benchmarks (about 5 GB, outside the repository)
 	@$(VENV)/bin/python -m benchmarks.peers.install
 
+.PHONY: drill
+drill: $(VENV)/.installed ## fifty seeded runs of failures on a fleet with a tiny model (`make drill ARGS='--runs 5'`)
+	@$(VENV)/bin/kvbaton drill --prefill 2 --decode 2 --model tiny --runs 50 --per-run 4 --seed 0 --report out/drill $(ARGS)
+
 bench-engine: peers ## prefill, TPOT and output rate, one core each, against vLLM, llama.cpp and transformers
 	@$(VENV)/bin/python -m benchmarks.engine $(ARGS)
 
