@@ -293,7 +293,8 @@ class Engine:
         active = self._active.get(request_id)
         if active is None:
             return  # aborted meanwhile
-        self.pool.stage_in(active.seq.blocks)
+        # What the prefix cache had is on the device already, and the host's copy of it may be old.
+        self.pool.stage_in(active.seq.blocks[active.seq.num_cached_tokens // self.pool.layout.block_size :])
         active.sampler.resume([*resumed_token_ids(active.seq.request), first.token_id])
         self._scheduler.import_done(request_id, first)
         if first.finish_reason is not None:

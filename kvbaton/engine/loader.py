@@ -6,6 +6,7 @@ Knows nothing about requests or peers.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,30 +127,52 @@ def check_model_dir(path: Path) -> None:
 def _make_model(
     options: LoadOptions, config: ModelConfig, weights: ModelWeights, layout: KVLayout
 ) -> tuple[Model, str, str]:
-    reason: str | None = "torch runs on the accelerator" if options.backend == "auto" else "torch was asked for"
-    on_cuda = options.device.startswith("cuda") or (options.device == "auto" and Path("/dev/nvidia0").exists())
-    if options.backend == "native" or (options.backend == "auto" and not on_cuda):
+    on_cuda = options.backend != "native" and _wants_cuda(options.device)
+    reason: str | None = "torch was asked for" if options.backend == "torch" else "torch runs on the accelerator"
+    if options.backend != "torch" and not on_cuda:
         from kvbaton.engine import native
 
-        reason = native.available()
+        reason = native.available() or native.unsupported(config, layout)
         if reason is None:
             kernels = native.NativeModel(
                 config, weights, layout, dtype=options.dtype, weights=options.weights, num_threads=options.num_threads
             )
             return kernels, f"native {options.dtype}, weights {options.weights}", "cpu"
-    if options.backend == "native":
-        raise LocalError(f"the native kernels cannot run: {reason}", field="backend", fix="use auto or torch")
+        if options.backend == "native":
+            raise LocalError(f"the native kernels cannot run: {reason}", field="backend", fix="use auto or torch")
     if options.weights != "native":
         raise LocalError(
             f"weights {options.weights!r} need the native kernels, and {reason}", field="weights", fix="use native"
         )
+    if options.backend == "auto" and not on_cuda:
+        log.warning("plain torch runs the model: %s", reason)
+    return _make_torch_model(options, config, weights, layout, "cuda" if on_cuda else "cpu", reason)
+
+
+def _wants_cuda(device: str) -> bool:
+    """Whether torch should run on an accelerator; torch itself is asked only where the machine has one."""
+    if device != "auto" or not Path("/dev/nvidia0").exists() or importlib.util.find_spec("torch") is None:
+        return device.startswith("cuda")
     import torch
 
+    return torch.cuda.is_available()
+
+
+def _make_torch_model(
+    options: LoadOptions, config: ModelConfig, weights: ModelWeights, layout: KVLayout, default: str, reason: str | None
+) -> tuple[Model, str, str]:
+    try:
+        import torch
+    except ImportError:
+        fix = "install the extra: pip install 'kvbaton[engine]'"
+        raise LocalError(f"{reason}, and torch is not installed", field="backend", fix=fix) from None
     from kvbaton.engine.torch_model import TorchModel
 
     torch.set_num_threads(options.num_threads)
-    device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    if reason is not None and device == "cpu":
-        log.warning("plain torch runs the model: %s", reason)
-    model = TorchModel(config, weights, layout, dtype=options.dtype, device=device)
-    return model, f"torch {options.dtype} on {device}", device
+    device = default if options.device == "auto" else options.device
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises depends on how it was built
+        told = str(error).splitlines()[0]
+        raise LocalError(f"device {device!r} cannot be used: {told}", field="device", fix="use cpu") from error
+    return TorchModel(config, weights, layout, options.dtype, device), f"torch {options.dtype} on {device}", device

@@ -105,6 +105,17 @@ def available() -> str | None:
     return library if isinstance(library, str) else None
 
 
+def unsupported(config: ModelConfig, layout: KVLayout) -> str | None:
+    """None when these kernels compute such a model over such a pool, else what of it they do not."""
+    if config.head_dim % 16:
+        return f"head_dim {config.head_dim} is no multiple of 16"
+    if layout.dtype not in KV_TYPES:
+        return f"KV dtype {layout.dtype} is none of {', '.join(KV_TYPES)}"
+    if layout.order != "HND":
+        return f"KV order {layout.order} is not HND"
+    return None
+
+
 def best_engine(dtype: str) -> str:
     """Which of ``ENGINES`` this processor would use."""
     return ENGINES[_loaded().kvb_best_engine(int(dtype == "bfloat16"))]
@@ -345,12 +356,9 @@ def _check_model(config: ModelConfig, layout: KVLayout, dtype: str, weight_forma
         raise LocalError(f"weights {weight_format!r} are unknown", field="weights", fix="use native, int8 or int4")
     if ENGINES.index(engine) > ENGINES.index(best_engine(dtype)):
         raise LocalError(f"engine {engine} cannot run {dtype} on this processor", field="engine")
-    if config.head_dim % 16:
-        raise LocalError(f"head_dim {config.head_dim} is no multiple of 16", field="model", fix="use backend torch")
-    if layout.dtype not in KV_TYPES or layout.order != "HND":
-        raise LocalError(
-            f"KV {layout.dtype} {layout.order} is not supported", field="kv_dtype", fix="use backend torch"
-        )
+    reason = unsupported(config, layout)
+    if reason is not None:
+        raise LocalError(f"the native kernels cannot run this: {reason}", field="backend", fix="use backend torch")
     if layout.block_size % 8:
         raise LocalError(f"block_size must be a multiple of 8, got {layout.block_size}", field="block_size")
     wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
