@@ -31,7 +31,9 @@ _KEPT_LOG_DIRECTORIES = 10
 @click.option("--prefill", type=click.IntRange(1), help="Prefill workers of a split fleet.  [default: 1]")
 @click.option("--decode", type=click.IntRange(1), help="Decode workers of a split fleet.  [default: 1]")
 @click.option("--colocated", type=click.IntRange(1), help="Workers of a single pool, instead of a split.")
-@options.flags(options.MODEL_FLAGS, options.ENGINE_FLAGS, options.ROUTER_FLAGS, options.DRAIN_FLAG)
+@options.flags(
+    options.MODEL_FLAGS, options.ENGINE_FLAGS, options.SERVER_FLAGS, options.ROUTER_FLAGS, options.DRAIN_FLAG
+)
 @options.config_option
 @options.log_level_option
 @click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the processes' logs go.")
@@ -46,6 +48,7 @@ def up_command(
         kvbaton up                              one prefill and one decode worker
         kvbaton up --prefill 2 --decode 2
         kvbaton up --colocated 2                the single pool, for comparison
+        kvbaton up --engine vllm --engine-python /opt/vllm/bin/python
 
     Each worker stays on its own cores. A worker that dies is started again. Ctrl-C drains: open streams end, then
     everything goes; Ctrl-C again ends at once.
@@ -166,6 +169,8 @@ class Start:
         self.taken.append(own)
         threads = fleet.worker.threads or len(own)
         worker = dataclasses.replace(fleet.worker, role=role, cores=own, threads=threads, port=0, kv_port=0)
+        if worker.engine != "embedded":
+            worker = dataclasses.replace(worker, engine_log=str(self.logs / f"{name}-engine.log"))
         environ = {
             **self._base,
             **to_environ(model=fleet.model, worker=worker),

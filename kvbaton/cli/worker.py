@@ -13,8 +13,10 @@ from kvbaton.config import internal_key
 
 
 @click.command("worker")
-@options.flags(options.WORKER_FLAGS, options.MODEL_FLAGS, options.ENGINE_FLAGS, options.DRAIN_FLAG)
-@options.flags(options.SERVER_FLAGS, options.ENGINE_URL_FLAG)
+@options.flags(
+    *(options.WORKER_FLAGS, options.MODEL_FLAGS, options.ENGINE_FLAGS, options.DRAIN_FLAG),
+    *(options.SERVER_FLAGS, options.ENGINE_URL_FLAG),
+)
 @options.process_options(tied_help="End when the parent ends.")
 def worker_command(
     settings: dict[str, dict[str, Any]],
