@@ -29,6 +29,8 @@ VERBS: dict[str, str] = {
     "verify": "kvbaton.cli.bench_commands",
     "profile": "kvbaton.cli.bench_commands",
     "link": "kvbaton.cli.bench_commands",
+    "route": "kvbaton.cli.route_commands",
+    "deploy": "kvbaton.cli.deploy_commands",
     "drill": "kvbaton.cli.drill_commands",
 }
 

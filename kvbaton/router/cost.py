@@ -24,7 +24,7 @@ Knows nothing about how its parameters were learned (``learning``) or what is do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import itemgetter
 
 import msgspec
 
@@ -37,7 +37,7 @@ COLD_OVERHEAD_REMOTE_S = 0.004
 COLD_OUTPUT_TOKENS = 128.0
 COLD_TOKEN_BYTES = 65_536
 COLD_LAYERS = 32
-MOST_LEGS = 8  # of each pool are paired; the others are worse on their own before any link is looked at
+MOST_LEGS = 8  # workers of each pool that are paired; the others are worse on their own, before any link is looked at
 
 
 class WorkerCost(msgspec.Struct, frozen=True, gc=False):
@@ -72,19 +72,23 @@ class FleetCosts(msgspec.Struct, frozen=True):
     output_tokens: float = COLD_OUTPUT_TOKENS  # mean of a request
 
 
-class Limits(NamedTuple):
+class Limits(msgspec.Struct, frozen=True, gc=False):
     ttft_slo_s: float
     tpot_slo_s: float
 
+    @property
+    def price(self) -> float:
+        """Seconds of TTFT that a second of TPOT is worth."""
+        return self.ttft_slo_s / self.tpot_slo_s
 
-class Candidate(NamedTuple):
-    """One placement with every term of its cost. Sorts by what is best."""
 
-    violation: float  # 0: keeps both limits
-    cost_s: float
-    order: int  # among equals, whose turn it is
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """One placement with every term of its cost."""
+
     prefill: str | None
     decode: str
+    violation: float
+    cost_s: float
     overhead_s: float
     queue_s: float
     prefill_s: float
@@ -94,6 +98,11 @@ class Candidate(NamedTuple):
     ttft_s: float
     tpot_s: float
     harm_s: float
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Less is better."""
+        return self.violation, self.cost_s
 
     @property
     def terms(self) -> dict[str, float]:
@@ -114,22 +123,11 @@ TERMS: dict[str, str] = {
     "violation": "share by which limits are exceeded; 0 keeps them",
 }
 
-
-class _Landing(NamedTuple):
-    """What decoding on a worker costs, whoever prefills."""
-
-    member: MemberView
-    admission_s: float
-    step_s: float  # with the request in the batch
-    harm_s: float
-    moved_bytes: int
-    no_room: float
-
-
-class _Source(NamedTuple):
-    name: str
-    queue_s: float
-    prefill_s: float
+# Legs are bare tuples, and their loops keep what they need at hand: they run for every worker in every decision.
+# (violation, cost, name, queue, prefill, TTFT) of prefilling on a worker
+_Source = tuple[float, float, str, float, float, float]
+# (violation, cost, name, admission, step with the request in the batch, harm, bytes to move, no room)
+_Landing = tuple[float, float, str, float, float, float, int, float]
 
 
 def uncached(request: RequestView, member: MemberView) -> int:
@@ -137,85 +135,140 @@ def uncached(request: RequestView, member: MemberView) -> int:
     return max(1, request.num_prompt_tokens - member.cached_tokens)
 
 
-def _alone_s(request: RequestView, tokens: int, cost: WorkerCost) -> float:
-    """What ``tokens`` uncached ones add to the steps they are in."""
-    each_looks_at = (request.num_prompt_tokens - tokens / 2) / request.num_prompts
-    return cost.slowdown * tokens * (cost.prefill_token_s + cost.prefill_pair_s * each_looks_at)
+def _sources(
+    request: RequestView, members: Sequence[MemberView], costs: FleetCosts, limits: Limits
+) -> list[_Source]:  # fmt: skip
+    workers, usual, overhead_s, slo_s = costs.workers, costs.worker, costs.overhead_remote_s, limits.ttft_slo_s
+    prompt, prompts = request.num_prompt_tokens, request.num_prompts
+    found = []
+    for member in members:
+        cost = workers.get(member.name, usual)
+        queued, budget = member.queued_tokens, member.chunk_tokens
+        tokens = max(1, prompt - member.cached_tokens)
+        slowdown, fixed_s, token_s = cost.slowdown, cost.prefill_fixed_s, cost.prefill_token_s
+        queue_s = slowdown * cost.queue_scale * (-(-queued // budget) * fixed_s + queued * token_s) + member.overdue_s
+        each_s = token_s + cost.prefill_pair_s * (prompt - tokens / 2) / prompts
+        prefill_s = slowdown * (-(-tokens // budget) * fixed_s + tokens * each_s)
+        ttft_s = overhead_s + queue_s + prefill_s
+        late = ttft_s / slo_s - 1.0 if ttft_s > slo_s else 0.0
+        found.append((late, ttft_s, member.name, queue_s, prefill_s, ttft_s))
+    return found
 
 
-def _no_room(request: RequestView, member: MemberView) -> float:
-    free = member.free_tokens
-    return 1.0 if free is not None and uncached(request, member) + request.num_sequences > free else 0.0
-
-
-def _source(request: RequestView, member: MemberView, cost: WorkerCost) -> _Source:
-    queued, tokens, budget = member.queued_tokens, uncached(request, member), member.chunk_tokens
-    queue_s = cost.queue_scale * (-(-queued // budget) * cost.prefill_fixed_s + queued * cost.prefill_token_s)
-    fixed_s = -(-tokens // budget) * cost.prefill_fixed_s
-    return _Source(
-        member.name,
-        cost.slowdown * queue_s + member.overdue_s,
-        cost.slowdown * fixed_s + _alone_s(request, tokens, cost),
-    )
-
-
-def _landing(request: RequestView, member: MemberView, costs: FleetCosts, price: float) -> _Landing:
-    cost = costs.workers.get(member.name, costs.worker)
-    streams = min(member.num_requests, member.max_running)
-    step_s = cost.step_fixed_s
-    if streams:
-        step_s += cost.step_sequence_s * streams + cost.step_context_s * member.context_tokens
-    admission_s = 0.0
-    if streams or member.queued_tokens:  # on average it comes in the middle of a step, which may hold a chunk
-        chunk = min(member.queued_tokens, max(1, member.chunk_tokens - streams))
-        admission_s = cost.slowdown * (step_s + chunk * cost.prefill_token_s) / 2
-    added_s = cost.step_sequence_s * request.num_sequences + cost.step_context_s * request.num_prompt_tokens
-    moved = max(0, request.num_prompt_tokens - member.cached_tokens) * costs.token_bytes
-    harm_s = price * streams * cost.slowdown * added_s
-    return _Landing(
-        member, admission_s, cost.slowdown * (step_s + added_s), harm_s, moved, _no_room(request, member)
-    )  # fmt: skip
-
-
-def local(
-    request: RequestView, member: MemberView, costs: FleetCosts, limits: Limits, order: int = 0
-) -> Candidate:  # fmt: skip
-    """Prefill where it decodes."""
-    cost = costs.workers.get(member.name, costs.worker)
-    price = limits.ttft_slo_s / limits.tpot_slo_s
-    landing = _landing(request, member, costs, price)
-    streams = min(member.num_requests, member.max_running)
-    chunk_s = cost.prefill_fixed_s
-    if streams:
-        chunk_s += cost.step_sequence_s * streams + cost.step_context_s * member.context_tokens
-    budget = max(1, member.chunk_tokens - streams)
-    queued, tokens = member.queued_tokens, uncached(request, member)
-    queue_s = cost.queue_scale * (queued * cost.prefill_token_s + -(-queued // budget) * chunk_s)
-    queue_s = cost.slowdown * queue_s + member.overdue_s
-    if streams and not queued:
-        queue_s += landing.admission_s  # the step under way
-    held_up_s = _alone_s(request, tokens, cost)
-    prefill_s = cost.slowdown * -(-tokens // budget) * chunk_s + held_up_s
-    ttft_s = costs.overhead_local_s + queue_s + prefill_s
-    added_tpot_s = held_up_s / costs.output_tokens
-    harm_s = landing.harm_s + price * streams * added_tpot_s
-    worst_tpot_s = landing.step_s + (added_tpot_s if streams else 0.0)
-    violation = landing.no_room
-    if ttft_s > limits.ttft_slo_s:
-        violation += ttft_s / limits.ttft_slo_s - 1.0
-    if worst_tpot_s > limits.tpot_slo_s:
-        violation += worst_tpot_s / limits.tpot_slo_s - 1.0
-    total_s = ttft_s + landing.step_s + price * landing.step_s + harm_s
-    return Candidate(
-        violation, total_s, order, None, member.name, costs.overhead_local_s, queue_s, prefill_s, 0.0, 0.0,
-        landing.step_s, ttft_s, landing.step_s, harm_s,
-    )  # fmt: skip
+def _landings(
+    request: RequestView, members: Sequence[MemberView], costs: FleetCosts, limits: Limits
+) -> list[_Landing]:  # fmt: skip
+    """Decoding on each worker, whoever prefills."""
+    workers, usual, token_bytes, slo_s = costs.workers, costs.worker, costs.token_bytes, limits.tpot_slo_s
+    prompt, sequences, price = request.num_prompt_tokens, request.num_sequences, limits.price
+    found = []
+    for member in members:
+        cost = workers.get(member.name, usual)
+        streams = min(member.num_requests, member.max_running)
+        slowdown, sequence_s, context_s = cost.slowdown, cost.step_sequence_s, cost.step_context_s
+        queued, free = member.queued_tokens, member.free_tokens
+        step_s, admission_s = cost.step_fixed_s, 0.0
+        if streams:
+            step_s += sequence_s * streams + context_s * member.context_tokens
+        if streams or queued:  # on average it comes in the middle of a step, which may hold a chunk
+            chunk = min(queued, max(1, member.chunk_tokens - streams))
+            admission_s = slowdown * (step_s + chunk * cost.prefill_token_s) / 2
+        added_s = sequence_s * sequences + context_s * prompt
+        step_s = slowdown * (step_s + added_s)
+        harm_s = price * streams * slowdown * added_s
+        missing = max(0, prompt - member.cached_tokens)
+        no_room = 1.0 if free is not None and missing + sequences > free else 0.0
+        violation = no_room + step_s / slo_s - 1.0 if step_s > slo_s else no_room
+        cost_s = admission_s + step_s + price * step_s + harm_s
+        found.append((violation, cost_s, member.name, admission_s, step_s, harm_s, missing * token_bytes, no_room))
+    return found
 
 
 def locals_(
     request: RequestView, members: Sequence[MemberView], costs: FleetCosts, limits: Limits
 ) -> list[Candidate]:  # fmt: skip
-    return [local(request, member, costs, limits, order) for order, member in enumerate(members)]
+    """Prefill where it decodes, on each worker."""
+    workers, usual, overhead_s, output_tokens = costs.workers, costs.worker, costs.overhead_local_s, costs.output_tokens
+    ttft_slo_s, tpot_slo_s, price = limits.ttft_slo_s, limits.tpot_slo_s, limits.price
+    prompt, prompts = request.num_prompt_tokens, request.num_prompts
+    found = []
+    for member, landing in zip(members, _landings(request, members, costs, limits), strict=True):
+        _, _, name, admission_s, step_s, harm_s, _, violation = landing
+        cost = workers.get(name, usual)
+        streams, queued = min(member.num_requests, member.max_running), member.queued_tokens
+        slowdown, token_s, chunk_s = cost.slowdown, cost.prefill_token_s, cost.prefill_fixed_s
+        if streams:
+            chunk_s += cost.step_sequence_s * streams + cost.step_context_s * member.context_tokens
+        budget = max(1, member.chunk_tokens - streams)
+        tokens = max(1, prompt - member.cached_tokens)
+        queue_s = slowdown * cost.queue_scale * (queued * token_s + -(-queued // budget) * chunk_s) + member.overdue_s
+        if streams and not queued:
+            queue_s += admission_s  # the step under way
+        held_up_s = slowdown * tokens * (token_s + cost.prefill_pair_s * (prompt - tokens / 2) / prompts)
+        prefill_s = slowdown * -(-tokens // budget) * chunk_s + held_up_s
+        ttft_s = overhead_s + queue_s + prefill_s
+        worst_tpot_s = step_s
+        if streams:
+            added_tpot_s = held_up_s / output_tokens
+            harm_s += price * streams * added_tpot_s
+            worst_tpot_s += added_tpot_s
+        if ttft_s > ttft_slo_s:
+            violation += ttft_s / ttft_slo_s - 1.0
+        if worst_tpot_s > tpot_slo_s:
+            violation += worst_tpot_s / tpot_slo_s - 1.0
+        found.append(
+            Candidate(
+                None,
+                name,
+                violation,
+                ttft_s + step_s + price * step_s + harm_s,
+                overhead_s,
+                queue_s,
+                prefill_s,
+                0.0,
+                0.0,
+                step_s,
+                ttft_s,
+                step_s,
+                harm_s,
+            )  # fmt: skip
+        )
+    return found
+
+
+def _pair(source: _Source, landing: _Landing, costs: FleetCosts, limits: Limits) -> Candidate:
+    late, _, prefill, queue_s, prefill_s, ttft_s = source
+    _, _, decode, admission_s, step_s, harm_s, moved_bytes, no_room = landing
+    known = costs.links.get(prefill)
+    link = costs.link if known is None else known.get(decode, costs.link)
+    carry_s = moved_bytes * link.byte_s
+    last_layer_s = carry_s / costs.num_layers
+    exposed_s = link.startup_s + max(last_layer_s, carry_s - prefill_s * (1.0 - 1.0 / costs.num_layers))
+    tpot_s = step_s + (exposed_s + admission_s) / costs.output_tokens
+    violation = late + no_room
+    if tpot_s > limits.tpot_slo_s:
+        violation += tpot_s / limits.tpot_slo_s - 1.0
+    cost_s = ttft_s + exposed_s + admission_s + step_s + limits.ttft_slo_s / limits.tpot_slo_s * tpot_s + harm_s
+    return Candidate(
+        prefill, decode, violation, cost_s, costs.overhead_remote_s, queue_s, prefill_s, exposed_s, admission_s, step_s,
+        ttft_s, tpot_s, harm_s,
+    )  # fmt: skip
+
+
+def _legs(
+    request: RequestView,
+    prefills: Sequence[MemberView],
+    decodes: Sequence[MemberView],
+    costs: FleetCosts,
+    limits: Limits,
+) -> tuple[list[_Source], list[_Landing]]:
+    """The best of either pool on their own, best first; among equals those whose turn it is."""
+    sources = sorted(_sources(request, prefills, costs, limits), key=_leg_rank)
+    landings = sorted(_landings(request, decodes, costs, limits), key=_leg_rank)
+    return sources[:MOST_LEGS], landings[:MOST_LEGS]
+
+
+_leg_rank = itemgetter(0, 1)
 
 
 def pairs(
@@ -226,55 +279,28 @@ def pairs(
     limits: Limits,
 ) -> list[Candidate]:
     """Every pair of the most promising workers of either pool."""
-    ttft_slo_s, tpot_slo_s = limits
-    price = ttft_slo_s / tpot_slo_s
-    overhead_s, output_tokens = costs.overhead_remote_s, costs.output_tokens
-    last_layer = 1.0 / costs.num_layers
-    hidden_share = 1.0 - last_layer
-    sources = [_source(request, m, costs.workers.get(m.name, costs.worker)) for m in prefills]
-    landings = [_landing(request, m, costs, price) for m in decodes]
-    if len(sources) > MOST_LEGS:
-        sources = sorted(sources, key=lambda s: s.queue_s + s.prefill_s)[:MOST_LEGS]
-    if len(landings) > MOST_LEGS:
-        landings = sorted(landings, key=_landing_cost(price))[:MOST_LEGS]
-    found = []
-    order = 0
-    for name, queue_s, prefill_s in sources:
-        links = costs.links.get(name, {})
-        ttft_s = overhead_s + queue_s + prefill_s
-        late = ttft_s / ttft_slo_s - 1.0 if ttft_s > ttft_slo_s else 0.0
-        hidden_s = prefill_s * hidden_share
+    sources, landings = _legs(request, prefills, decodes, costs, limits)
+    return [_pair(source, landing, costs, limits) for source in sources for landing in landings]
+
+
+def best_pair(
+    request: RequestView,
+    prefills: Sequence[MemberView],
+    decodes: Sequence[MemberView],
+    costs: FleetCosts,
+    limits: Limits,
+) -> Candidate:
+    """The first of least rank among ``pairs``. A pair is not looked at when its legs alone are worse than the best."""
+    sources, landings = _legs(request, prefills, decodes, costs, limits)
+    best = _pair(sources[0], landings[0], costs, limits)
+    violation, cost_s = best.violation, best.cost_s
+    for source in sources:
+        late, source_s = source[0], source[1]
         for landing in landings:
-            member, admission_s, step_s, harm_s, moved_bytes, no_room = landing
-            link = links.get(member.name, costs.link)
-            carry_s = moved_bytes * link.byte_s
-            exposed_s = link.startup_s + max(carry_s * last_layer, carry_s - hidden_s)
-            tpot_s = step_s + (exposed_s + admission_s) / output_tokens
-            violation = late + no_room
-            if tpot_s > tpot_slo_s:
-                violation += tpot_s / tpot_slo_s - 1.0
-            cost_s = ttft_s + exposed_s + admission_s + step_s + price * tpot_s + harm_s
-            found.append(
-                Candidate(
-                    violation,
-                    cost_s,
-                    order,
-                    name,
-                    member.name,
-                    overhead_s,
-                    queue_s,
-                    prefill_s,
-                    exposed_s,
-                    admission_s,
-                    step_s,
-                    ttft_s,
-                    tpot_s,
-                    harm_s,
-                )  # fmt: skip
-            )
-            order += 1
-    return found
-
-
-def _landing_cost(price: float):  # type: ignore[no-untyped-def]
-    return lambda leg: (leg.no_room, leg.admission_s + leg.step_s * (1.0 + price) + leg.harm_s)
+            least = late + landing[0]
+            if least > violation or (least == violation and source_s + landing[1] >= cost_s):
+                continue
+            found = _pair(source, landing, costs, limits)
+            if found.violation < violation or (found.violation == violation and found.cost_s < cost_s):
+                best, violation, cost_s = found, found.violation, found.cost_s
+    return best

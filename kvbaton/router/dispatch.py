@@ -26,6 +26,7 @@ from kvbaton.router.policy import Decision, NoWorker, PolicyConfig, RequestView,
 from kvbaton.router.prefix_index import PrefixIndex, PromptChains
 from kvbaton.router.registry import Hold, Member, Registry
 from kvbaton.router.replay import REPLAYABLE, Journal, continue_behind
+from kvbaton.router.rollout import Rollout
 from kvbaton.router.splice import decode_error, read_report, take_error, take_report, whole_events
 from kvbaton.workers.generation import JOURNAL_HEADER, REPORT_HEADER
 from kvbaton.workers.http import JSON_HEADER, SSE_HEADERS, Exchange, Headers
@@ -205,6 +206,11 @@ class Dispatcher:
 
     def export(self) -> None:
         self._metrics.set("kvbaton_router_queued_requests", value=self.num_queued)
+        self._metrics.set("kvbaton_router_disagg_percent", value=self.policy.disagg_percent)
+
+    def roll_out(self, rollout: Rollout) -> None:
+        """From the next decision on."""
+        self.policy = msgspec.structs.replace(self.policy, disagg_percent=rollout.disagg_percent)
 
     def _decide(
         self, flight: Flight, call: Call, excluded: frozenset[str], prefill_failed: bool, last: AttemptFailed | None

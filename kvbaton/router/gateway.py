@@ -25,10 +25,12 @@ from kvbaton.observe.log import event as log_event
 from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
 from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Call, Dispatcher, Flight
+from kvbaton.router.explain import record
 from kvbaton.router.lifecycle import Event, Lifecycle
 from kvbaton.router.policy import RequestView
 from kvbaton.router.prefix_index import PromptChains
 from kvbaton.router.registry import Registry
+from kvbaton.router.rollout import Rollout, bucket
 from kvbaton.router.wishes import read_wishes
 from kvbaton.types import LocalError
 from kvbaton.workers.http import (
@@ -221,6 +223,7 @@ class Gateway:
             and len(value) <= _MAX_FORWARDED_BYTES
             and value.isascii()
         }
+        rolling = self._dispatcher.policy.disagg_percent < 100
         return Call(
             path=flight.exchange.path,
             raw_body=raw,
@@ -237,6 +240,8 @@ class Gateway:
                 num_prompts=len(prompts),
                 longest_prompt_tokens=max(lengths),
                 max_total_tokens=max(n + limit for n, limit in zip(lengths, limits, strict=True)),
+                num_sequences=len(prompts) * request.n,
+                bucket=bucket(request.user, request.cache_salt, prompts[0]) if rolling else 0.0,
             ),
             prompts=PromptChains(prompts, request.cache_salt, self._registry.chain_sizes()),
             num_sequences=len(prompts) * request.n,
@@ -260,7 +265,8 @@ class Gateway:
                 ttft_s = flight.first_byte_s - flight.received_s - flight.queued_s
             if outcome == "ok":
                 self._registry.measured.served(flight.decisions, report, ttft_s, now_s)
-        log_event(log, "request", **record_of(flight, endpoint, failure, now_s))
+        if log.isEnabledFor(logging.INFO):
+            log_event(log, "request", **record_of(flight, endpoint, failure, now_s))
 
     def _count_tokens(self, flight: Flight, report: RequestReport) -> None:
         metrics = self._metrics
@@ -335,6 +341,7 @@ class Gateway:
             "state": self.state,
             "model": self._model_name,
             "inflight": self.open.num,
+            "disagg_percent": self._dispatcher.policy.disagg_percent,
             "members": [
                 {
                     "name": member.name,
@@ -370,6 +377,14 @@ class Gateway:
                 raw = await exchange.read_body(64 * 1024, self._settings.body_timeout_s)
                 await self._changes.carry_out(path.removeprefix("/internal/members/"), raw)
                 await exchange.answer(200, _ENCODER.encode(self.fleet()))
+            case "PUT", "/internal/rollout":
+                raw = await exchange.read_body(64 * 1024, self._settings.body_timeout_s)
+                try:
+                    rollout = msgspec.json.decode(raw, type=Rollout)
+                except (msgspec.MsgspecError, LocalError) as error:
+                    raise bad_request(str(error), "disagg_percent") from None
+                self._dispatcher.roll_out(rollout)
+                await exchange.answer(200, _ENCODER.encode(rollout))
             case "POST", "/internal/drain":
                 self.state = "draining"
                 self.drain_requested.set()
@@ -395,6 +410,7 @@ def record_of(flight: Flight, endpoint: Endpoint, failure: ApiError | None, now_
         "prefill": decision.prefill if decision is not None else None,
         "decode": decision.decode if decision is not None else None,
         "terms": decision.terms if decision is not None else {},
+        "route": record(decision) if decision is not None else None,
         "foretold_cached_tokens": decision.foretold_cached_tokens if decision is not None else 0,
         "failed_attempts": [
             {"decision": d.reason, "prefill": d.prefill, "decode": d.decode, "cause": cause}

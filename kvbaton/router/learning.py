@@ -102,7 +102,8 @@ class Learning:
                 else:
                     workers[name] = self._worker_cost(model, now_s)
             self._dirty.clear()
-            self._costs = msgspec.structs.replace(self._costs, workers=workers)
+            usual = WorkerCost(*self.fleet.prefill.parameters, *self.fleet.step.parameters)  # type: ignore[misc]
+            self._costs = msgspec.structs.replace(self._costs, workers=workers, worker=usual)
         return self._costs
 
     def _worker_cost(self, model: WorkerModel, now_s: float) -> WorkerCost:

@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from kvbaton.router.cost import Candidate, FleetCosts, Limits, locals_, pairs, uncached
+from kvbaton.router.cost import Candidate, FleetCosts, Limits, best_pair, locals_, pairs, uncached
 from kvbaton.router.views import MemberView, RequestView
 
 __all__ = ["REASONS", "Decision", "MemberView", "NoWorker", "PolicyConfig", "RequestView", "decide"]
@@ -124,10 +124,8 @@ class _Pools:
         able = [m for m in case.members if m.max_context >= request.max_total_tokens]
         self.prefills = [m for m in case.members if m.role == "prefill"]
         self.roomy = _rotated([m for m in self.prefills if m.max_context > request.longest_prompt_tokens], turn)
-        self.decodes = _rotated([m for m in able if m.role == "decode"], turn)
-        self.locals = self.decodes
-        if len(self.decodes) < sum(m.role != "prefill" for m in able):
-            self.locals = _rotated([m for m in able if m.role != "prefill"], turn)
+        self.locals = _rotated([m for m in able if m.role != "prefill"], turn)
+        self.decodes = [m for m in self.locals if m.role == "decode"]
         self.last_resort = [] if self.locals else _rotated([m for m in able if m.role == "prefill"], turn)
 
     def only_local(self, case: Case) -> Reason | None:
@@ -166,27 +164,27 @@ def decide_case(case: Case) -> Decision:
 # -- by estimated cost ---------------------------------------------------------------------------------------------
 
 
-def candidates(case: Case) -> tuple[list[Candidate], list[Candidate]]:
-    """(local, remote) placements that are possible."""
-    pools, limits = _Pools(case), case.config.limits
-    alone = pools.only_local(case) is not None
-    here = locals_(case.request, pools.locals or pools.last_resort, case.costs, limits)
-    return here, [] if alone else pairs(case.request, pools.roomy, pools.decodes, case.costs, limits)
-
-
 def _by_cost(case: Case) -> Decision:
-    pools, limits, request = _Pools(case), case.config.limits, case.request
+    pools, limits, request, costs = _Pools(case), case.config.limits, case.request, case.costs
     forced = pools.only_local(case)
-    here = min(locals_(request, pools.locals or pools.last_resort, case.costs, limits))
+    here = _first(locals_(request, pools.locals or pools.last_resort, costs, limits))
     if forced is not None:
         return _placed(case, forced, here, None)
-    away = min(pairs(request, pools.roomy, pools.decodes, case.costs, limits))
-    # Candidates compare by violation, then cost. Equal ones stay: no bytes need to move.
-    if (here.violation, here.cost_s) <= (away.violation, away.cost_s):
+    away = best_pair(request, pools.roomy, pools.decodes, costs, limits)
+    if here.rank <= away.rank:  # equal ones stay: no bytes need to move
         return _placed(case, "local_cheaper", here, away)
     if request.bucket >= case.config.disagg_percent:
         return _placed(case, "local_rollout", here, away, "single")
     return _placed(case, "remote", away, here, "split")
+
+
+def _first(found: list[Candidate]) -> Candidate:
+    """The least; among equals the first, whose turn it is."""
+    best = found[0]
+    for each in found[1:]:
+        if each.violation < best.violation or (each.violation == best.violation and each.cost_s < best.cost_s):
+            best = each
+    return best
 
 
 def _placed(
@@ -247,6 +245,28 @@ def _best(
         if score < lowest:
             best, lowest = member, score
     return best
+
+
+# -- to look at a decision again -----------------------------------------------------------------------------------
+
+
+def candidates(case: Case) -> tuple[list[Candidate], list[Candidate]]:
+    """(local, remote) placements that were compared, in no order. None for a policy that goes by a rule."""
+    if not case.config.by_cost:
+        return [], []
+    pools, limits = _Pools(case), case.config.limits
+    here = locals_(case.request, pools.locals or pools.last_resort, case.costs, limits)
+    if pools.only_local(case) is not None:
+        return here, []
+    return here, pairs(case.request, pools.roomy, pools.decodes, case.costs, limits)
+
+
+def in_turn(case: Case) -> list[MemberView]:
+    """The members in an order that makes ``turn`` 0 what the turn of this case was."""
+    pools = _Pools(case)
+    first = [*pools.locals, *(pools.last_resort or pools.roomy)]
+    names = {member.name for member in first}
+    return [*first, *(member for member in case.members if member.name not in names)]
 
 
 def _rotated(members: list[MemberView], turn: int) -> list[MemberView]:

@@ -19,6 +19,7 @@ from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.gateway import Gateway, Served
 from kvbaton.router.monitor import Monitor
 from kvbaton.router.prefix_index import PrefixIndex
+from kvbaton.router.prior import learning_from
 from kvbaton.router.registry import Registry
 from kvbaton.workers.http import HttpServer, bind
 from kvbaton.workers.http_client import HttpClient
@@ -57,7 +58,7 @@ async def run_router(
     """Serve until ``stop``, or until told to drain. True when no request had to be cut off."""
     metrics, clock = Metrics("router"), MonotonicClock()
     index = PrefixIndex(settings.index_block_tokens, settings.index_blocks, settings.index_exact_blocks)
-    registry = Registry(members, served.name, index, metrics)
+    registry = Registry(members, served.name, index, metrics, learning_from(settings.profile))
     listener = bind(settings.host, settings.port)
     async with open_session(settings) as session, open_client(settings) as client:
         dispatcher = Dispatcher(registry, index, client, settings, key, metrics, clock)

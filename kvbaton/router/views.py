@@ -10,7 +10,7 @@ import msgspec
 from kvbaton.types import Role
 
 
-class MemberView(msgspec.Struct, frozen=True, gc=False):
+class MemberView(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One worker that takes requests, as the router sees it now."""
 
     name: str
@@ -26,7 +26,7 @@ class MemberView(msgspec.Struct, frozen=True, gc=False):
     overdue_s: float = 0.0  # how much longer than estimated its oldest prompt has been on its way
 
 
-class RequestView(msgspec.Struct, frozen=True, gc=False):
+class RequestView(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     num_prompt_tokens: int  # of all prompts together
     num_prompts: int
     longest_prompt_tokens: int

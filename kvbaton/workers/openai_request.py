@@ -137,6 +137,7 @@ class ApiRequest:
     cache_salt: str
     priority: int
     internal: InternalRequest | None
+    user: str = ""  # of the client's making: may group requests, never names anything
 
     @property
     def text_chars(self) -> int:
@@ -205,6 +206,7 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bo
         max_tokens=max_tokens,
         sampling=sampling,
         cache_salt=body.cache_salt or "",
+        user=body.user if isinstance(body.user, str) else "",
         priority=body.priority or 0,
         internal=internal,
     )
