@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import aiohttp
@@ -44,20 +44,27 @@ class LocalProcesses:
 
     pid_of: Callable[[str], Awaitable[int | None]]
     can_freeze: bool = True
+    _frozen: dict[str, int] = field(default_factory=dict)  # who cannot tell its own process id now
 
     async def kill(self, name: str) -> str:
-        return await self._signal(name, signal.SIGKILL)
+        return self._signal(name, await self._pid(name), signal.SIGKILL)
 
     async def freeze(self, name: str) -> str:
-        return await self._signal(name, signal.SIGSTOP)
+        pid = await self._pid(name)
+        self._frozen[name] = pid
+        return self._signal(name, pid, signal.SIGSTOP)
 
     async def thaw(self, name: str) -> str:
-        return await self._signal(name, signal.SIGCONT)
+        return self._signal(name, self._frozen.pop(name, 0) or await self._pid(name), signal.SIGCONT)
 
-    async def _signal(self, name: str, number: signal.Signals) -> str:
+    async def _pid(self, name: str) -> int:
         pid = await self.pid_of(name)
         if pid is None:
             raise RemoteError(f"{name} has no process now", field="name")
+        return pid
+
+    @staticmethod
+    def _signal(name: str, pid: int, number: signal.Signals) -> str:
         try:
             words = psutil.Process(pid).cmdline()
             if not any("kvbaton" in word for word in words):

@@ -183,7 +183,8 @@ def _about(record: DrillRecord) -> str:
     settings = record.settings
     return (
         f"kvbaton {__version__}; fleet: {fleet}; KV over {record.transport}; {settings['num_runs']:g} runs, seed "
-        f"{settings['seed']:g}; {settings['rate_per_s']:g} requests/s and a canary every 0.3 s."
+        f"{settings['seed']:g}; {settings['rate_per_s']:g} requests/s and a canary every 0.3 s. "
+        + "; ".join(f"{name} {value}" for name, value in record.machine.items() if name != "kvbaton")
     )
 
 

@@ -8,14 +8,17 @@ Knows nothing about reports.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import msgspec
 
+from kvbaton.bench.samples import versions
 from kvbaton.drill.fleet import Target
 from kvbaton.drill.samples import FleetSeen, Story
 from kvbaton.drill.scenarios import CONTROL, FREEZE, KILL, NEEDS, ROUTER, SPARE, SPLIT, Scenario
@@ -54,6 +57,7 @@ class DrillRecord(msgspec.Struct, frozen=True):
     results: list[Result]
     doubtful: list[str]  # prompts that even the healthy fleet answers in two ways
     stopped: str = ""  # why it ended before its time
+    machine: dict[str, str] = {}
 
     @property
     def passed(self) -> bool:
@@ -94,7 +98,14 @@ async def drill(target: Target, scenarios: Sequence[Scenario], settings: Setting
                 with suppress(KvbatonError):
                     await target.command(Command("rehearse", on=False))
     numbers = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-    return DrillRecord(numbers, dict(sorted(roles.items())), target.transport, results, doubtful, stopped)
+    return DrillRecord(
+        numbers, dict(sorted(roles.items())), target.transport, results, doubtful, stopped, machine_of_the_drill()
+    )
+
+
+def machine_of_the_drill() -> dict[str, str]:
+    cores = str(len(os.sched_getaffinity(0)))
+    return {**versions(), "cores": cores, "ended": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 async def rehearse(stage: Stage, scenario: Scenario, run: int, seed: str, settings: Settings) -> Result:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import psutil
@@ -18,6 +22,7 @@ from kvbaton.drill.report import summary_text, write_reports
 from kvbaton.drill.run import Settings, _schedule, drill
 from kvbaton.drill.scenarios import BY_NAME, SCENARIOS, Scenario
 from kvbaton.drill.stage import Stage
+from kvbaton.drill.tiny_model import write_tiny_model
 from kvbaton.drill.verdict import Promise
 from kvbaton.router import control
 
@@ -94,6 +99,52 @@ def test_the_command_starts_a_fleet_drills_it_and_reports(
     assert code == 0 and found["passed"], (shown.err, found["results"])
     assert found["results"][0]["seed"] == "5-0-prefill-killed-idle" and "pass" in shown.err
     assert {path.name for path in tmp_path.glob("report.*")} == {"report.html", "report.json", "report.md"}
+
+
+def start(words: list[str], environ: dict[str, str], log: IO[bytes]) -> tuple[subprocess.Popen[bytes], str]:
+    """One process of a fleet, as an operator starts it; its address once it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvbaton.cli.main", *words, "--json"], stdout=subprocess.PIPE, stderr=log, env=environ
+    )
+    assert process.stdout is not None
+    ready = json.loads(process.stdout.readline())
+    return process, f"http://{ready['host']}:{ready['port']}"
+
+
+def test_a_fleet_of_a_fleet_file_is_drilled_as_far_as_signals_reach(
+    tmp_path: Path, runtime_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVBATON_INTERNAL_KEY", "a secret of this fleet")
+    model = ["--model", str(write_tiny_model(tmp_path / "tiny")), "--name", "tiny"]
+    engine = ["--dtype", "float32", "--kv-blocks", "512", "--transport", "tcp"]
+    processes = []
+    with (tmp_path / "processes.log").open("wb") as log:
+        try:
+            toml = f'[model]\ndir = "{tmp_path / "tiny"}"\n[router]\nport = 0\n'
+            for role in ("prefill", "decode"):
+                process, url = start(["worker", "--role", role, *model, *engine], dict(os.environ), log)
+                processes.append(process)
+                toml += f'[[workers]]\nurl = "{url}"\nrole = "{role}"\n'
+            path = tmp_path / "fleet.toml"
+            path.write_text(toml)
+            process, url = start(["router", "--config", str(path)], dict(os.environ), log)
+            processes.append(process)
+            names = ("prefill-frozen", "router-killed", "kv-cut")
+            only = [word for name in names for word in ("--only", name)]
+            code = main(["drill", url, "--fleet", str(path), *only, "--json"])
+            shown = capsys.readouterr()
+            assert all(process.poll() is None for process in processes), "a frozen one was thawed, none was killed"
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+                assert process.stdout is not None
+                process.stdout.close()
+    found = {result["name"]: result for result in json.loads(shown.out)["results"]}
+    assert code == 0, (found, shown.err)
+    assert found["prefill-frozen"]["passed"] and not found["prefill-frozen"]["skipped"]
+    assert found["router-killed"]["skipped"] == "the router's process is not known"
+    assert "not a fleet of `kvbaton up`" in found["kv-cut"]["skipped"]
 
 
 def test_list_names_every_scenario(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,14 +41,17 @@ async def status_becomes(pid: int, *wanted: str) -> None:
 
 async def test_signals_freeze_thaw_and_kill_the_process_of_that_name() -> None:
     async with sleeper("kvbaton") as process:
+        frozen = False
 
         async def pid_of(name: str) -> int | None:
-            return process.pid if name == "decode-0" else None
+            return process.pid if name == "decode-0" and not frozen else None  # one that is frozen tells nothing
 
         killer = LocalProcesses(pid_of)
         assert str(process.pid) in await killer.freeze("decode-0")
         await status_becomes(process.pid, "stopped")
+        frozen = True
         await killer.thaw("decode-0")
+        frozen = False
         await status_becomes(process.pid, "sleeping", "running")
         assert "SIGKILL" in await killer.kill("decode-0")
         assert await process.wait() == -9
