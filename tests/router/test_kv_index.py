@@ -58,12 +58,26 @@ def test_one_walk_finds_what_a_walk_for_each_worker_finds(
 def test_chains_longer_than_one_part() -> None:
     index = KVIndex(100_000)
     long = chain([n % 251 for n in range(9000 * BLOCK)])
-    depths = {"a": 1, "b": 31, "c": 32, "d": 33, "e": 1055, "f": 1056, "g": 1057, "h": 8999, "i": 9000}
+    ends = (1, 31, 32, 33, 511, 512, 513, 527, 528, 529, 540, 541, 4444, 8976, 8977, 8999, 9000)
+    depths = {f"w{end}": end for end in ends}
     for worker, depth in depths.items():
         fresh(index, worker)
         index.apply(worker, stored(*long[:depth]))
-    assert index.matched(long, BLOCK) == depths
+    for length in (9000, 8990, 4443, 541, 528, 512, 40):
+        assert index.matched(long[:length], BLOCK) == {name: min(end, length) for name, end in depths.items()}
     assert index.num_hashes == 9000
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=12), st.integers(0, 2000))
+def test_any_ends_are_found_whatever_lies_between(ends: list[int], length: int) -> None:
+    index = KVIndex(100_000)
+    long = chain([n % 7 for n in range(2000 * BLOCK)])
+    for number, end in enumerate(ends):
+        fresh(index, str(number))
+        index.apply(str(number), stored(*long[:end]))
+    expected = {str(number): min(end, length) for number, end in enumerate(ends) if min(end, length)}
+    assert index.matched(long[:length], BLOCK) == expected
 
 
 def test_workers_of_different_block_sizes_each_match_their_own_chains() -> None:
