@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #pragma GCC push_options
 #pragma GCC target( \
-    "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,fma,f16c,amx-tile,amx-bf16,prefer-vector-width=512")
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx512vnni,fma,f16c,amx-tile,amx-bf16,prefer-vector-width=512")
 
 #define KVB_AVX512 1
 #define KVB_AVX512_BF16 1
@@ -29,6 +29,7 @@ static inline __m512 exp2_bf16(__m512 x) {
 }
 
 #include "amx_product.h"
+#include "amx_quantised.h"
 #include "amx_attention.h"
 #include "amx_decode.h"
 #include "amx_tasks.h"

@@ -36,9 +36,9 @@ bool has_avx512() {
 }
 
 bool has_amx() {
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kVbmi = 1u << 1;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kVbmi = 1u << 1, kVnni = 1u << 11;
   Leaf leaf = cpuid(7, 0), more = cpuid(7, 1);
-  if ((leaf.d & (kBf16 | kTile)) != (kBf16 | kTile) || !(leaf.c & kVbmi) || !(more.a & (1u << 5))) return false;
+  if ((leaf.d & (kBf16 | kTile)) != (kBf16 | kTile) || (leaf.c & (kVbmi | kVnni)) != (kVbmi | kVnni) || !(more.a & (1u << 5))) return false;
   if ((enabled_state() & 0x60000) != 0x60000) return false;
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl: per process, inherited by threads

@@ -132,10 +132,10 @@ void pack_int8(uint8_t* group, int col, const float* w, int count) {
   uint16_t scale_bits = float_to_half(largest / 127);
   float scale = half_to_float(scale_bits);
   reinterpret_cast<uint16_t*>(group)[col] = scale_bits;
-  auto* out = reinterpret_cast<int8_t*>(group + 64);
+  uint8_t* out = group + 64;
   for (int k = 0; k < count; k++) {
     float q = scale > 0 ? std::nearbyint(w[k] / scale) : 0;
-    out[(col / 16) * 512 + int8_position(k, col % 16)] = int8_t(std::min(127.0f, std::max(-127.0f, q)));
+    out[(col / 16) * 512 + int8_position(k, col % 16)] = uint8_t(128 + int(std::min(127.0f, std::max(-127.0f, q))));
   }
 }
 

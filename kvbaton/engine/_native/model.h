@@ -102,7 +102,7 @@ struct Model {
   // Step state: the float32 residual stream [rows][hidden padded], and cos and sin [rows][head_dim / 2].
   Buffer residual, cosines, sines;
   // Row block state.
-  Buffer normed, qkv, queries, attended, gated, narrow;
+  Buffer normed, qkv, queries, attended, gated, digits, group_sums;
   std::vector<void*> owned;  // mappings, freed with the model
   uint8_t* arena = nullptr;
   size_t arena_left = 0;
@@ -158,13 +158,12 @@ inline float bf16_to_float(uint16_t half) {
   return value;
 }
 
-// Where a quantised tile (16 columns of W^T, that is rows of W, by 32 k) has element (k, col). int8: row by row. int4: 4 loads
-// of 64 bytes; word k of load j holds four nibbles, one for each of the rows 4j .. 4j + 3, so that a shift by 4 yields the table
-// indices of the next row.
-inline size_t int8_position(int k, int col) { return size_t(col) * 32 + k; }
+// Where a quantised tile (16 columns of W^T, that is rows of W, by 32 k) has element (k, col). int8: [k / 4][16 cols][4], 128 added,
+// which is an operand of VNNI. int4: the same with the second half of k in the upper four bits.
+inline size_t int8_position(int k, int col) { return size_t(k / 4) * 64 + col * 4 + k % 4; }
 inline void int4_position(int k, int col, size_t* byte, int* shift) {
-  *byte = size_t(col / 4) * 64 + k * 2 + col % 4 / 2;
-  *shift = (col % 2) * 4;
+  *byte = int8_position(k % 16, col);
+  *shift = k / 16 * 4;
 }
 
 }  // namespace kvb

@@ -21,7 +21,7 @@ static const float* float_panel(const Linear& linear, int index, Buffer& buffer)
         const uint8_t* from = panel + group * (linear.format == kInt8 ? kInt8GroupBytes : kInt4GroupBytes);
         float scale = half_to_float(reinterpret_cast<const uint16_t*>(from)[col]);
         if (linear.format == kInt8) {
-          to[col] = scale * float(int8_t(from[64 + (col / 16) * 512 + int8_position(k, col % 16)]));
+          to[col] = scale * float(from[64 + (col / 16) * 512 + int8_position(k, col % 16)] - 128);
         } else {
           size_t byte;
           int shift;
