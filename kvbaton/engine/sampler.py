@@ -29,11 +29,6 @@ BLOCK = 256
 HEAD = 1024
 
 
-def sample_greedy_batch(logits: np.ndarray) -> np.ndarray:
-    """The best token of each row [R, vocab]; of equals, the one with the lowest id."""
-    return np.argmax(logits, axis=1)
-
-
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Refuse parameters that have no meaning, naming the field. For the edge of the system: samplers assume it."""
     ranges: tuple[tuple[str, float, float, float], ...] = (

@@ -156,7 +156,8 @@ class Detokenizer:
 class StopChecker:
     """Finds stop strings in a stream of text, also across pushes, and holds back what may become one.
 
-    Of several, the one completed first in the stream ends it (of two completed at once, the longer).
+    Of several, the one completed first in the stream ends it (of two completed at once, the longer). One that is whole
+    before it may end anything (``min_tokens``) is ordinary text; one that is completed after counts, wherever it began.
 
         pushed:   ... Hello, wor|ld!</s|            stop: "</stop>"
         emitted:  ... Hello, world!
@@ -169,22 +170,31 @@ class StopChecker:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        self._num_passed = 0  # characters of what is held that no stop string may end with any more
         self._stopped = False
 
-    def push(self, text: str) -> tuple[str, bool]:
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
         """Text to emit now, and whether a stop string is complete. Nothing is emitted after that."""
         if self._stopped:
             return "", True
         if not self._stops:
             return text, False
         self._held += text
-        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if not may_stop:
+            self._num_passed = len(self._held)
+        found = [
+            (start + len(stop), start)
+            for stop in self._stops
+            if (start := self._held.find(stop, max(0, self._num_passed - len(stop) + 1))) >= 0
+        ]
         if found:
             end, start = min(found)
             emitted, self._held, self._stopped = self._held[: end if self._include else start], "", True
             return emitted, True
         keep = max(_overlap(self._held, stop) for stop in self._stops)
-        emitted, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        cut = len(self._held) - keep
+        emitted, self._held = self._held[:cut], self._held[cut:]
+        self._num_passed = max(0, self._num_passed - cut)
         return emitted, False
 
     def flush(self) -> str:

@@ -58,6 +58,15 @@ class Completed:
     transport: Transport
 
 
+@dataclass
+class Moved:
+    """What a pull moved, for callers who ask; final when its iterator has ended, however it ended."""
+
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class ClientStats:
     num_connections: int = 0
@@ -93,6 +102,7 @@ class HandoffClient:
         have_tokens: int,
         block_ids: Sequence[int],
         deadline_s: float = 600.0,
+        moved: Moved | None = None,
     ) -> AsyncGenerator[FirstToken | Completed, None]:
         """``block_ids`` hold the prompt from its first token on; of them, the first ``have_tokens`` are filled already.
 
@@ -117,6 +127,9 @@ class HandoffClient:
             finally:
                 self._num_pulls -= 1
                 self._count(pull)
+                if moved is not None:
+                    moved.num_bytes = pull.num_bytes
+                    moved.transfer_s, moved.exposed_s = pull.seconds if pull.num_bytes else (0.0, 0.0)
 
     async def connect(self, address: Address) -> Identity:
         """Shake hands now (doctor, warm-up); pulls do it by themselves."""
@@ -212,6 +225,11 @@ class _Pull:
     def outcome(self) -> Pulling:
         return self._session.state
 
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """From the beginning to the last byte so far, and how much of it came after the first token."""
+        return self._last_byte_s - self._started_s, max(0.0, self._last_byte_s - self._first_s)
+
     def begin(self) -> None:
         self.peer.add(self._session.pull_id, self)
         if self.peer.closed:
@@ -306,8 +324,8 @@ class _Pull:
         return Completed(
             num_bytes=self.num_bytes,
             num_remote_tokens=min(whole, num_tokens - self._session.have_tokens),
-            transfer_s=self._last_byte_s - self._started_s,
-            exposed_s=max(0.0, self._last_byte_s - self._first_s),
+            transfer_s=self.seconds[0],
+            exposed_s=self.seconds[1],
             transport=self.peer.transport,
         )
 

@@ -22,7 +22,15 @@ from kvbaton.workers.http import JSON_HEADER, SSE_HEADERS, Exchange, OpenRequest
 from kvbaton.workers.openai_errors import ApiError, bad_request, unavailable
 from kvbaton.workers.openai_request import ApiRequest
 from kvbaton.workers.openai_response import DONE, REPORT_PREFIX, Answer, Choice, Delta, error_event
-from kvbaton.workers.protocol import Admitted, Finished, InternalRequest, RequestReport, ResumedSequence, Worker
+from kvbaton.workers.protocol import (
+    Admitted,
+    Finished,
+    InternalRequest,
+    RequestReport,
+    ResumedSequence,
+    Worker,
+    WorkerEvent,
+)
 
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
@@ -160,23 +168,27 @@ class Generation:
         choice, sequence = self._choices[index], self._sequences[index]
         prefill = self._internal.prefill if self._internal is not None else None
         async with contextlib.aclosing(
-            self._host.worker.generate(sequence, prefill=prefill, deadline_s=deadline_s)  # type: ignore[type-var]
+            self._host.worker.generate(sequence, prefill=prefill, deadline_s=deadline_s)
         ) as events:
             async for event in events:
                 match event:
                     case TokenOutput():
                         await self._token(choice, event)
-                        if choice.finish_reason is not None and event.finish_reason is None:
-                            return  # a stop string: leaving closes the iterator, which aborts the sequence
+                        if choice.finish_reason is not None and event.finish_reason is None:  # a stop string
+                            with contextlib.suppress(StopAsyncIteration):
+                                self._finish(index, await events.asend(True))
+                            return  # closes the iterator, which aborts the sequence if it goes on
                     case Admitted():
                         self._admit(index, event)
                     case Finished():
-                        self._finished.append(event)
-                        self._correct(index, event)
+                        self._finish(index, event)
         if choice.finish_reason is None:
             raise ApiError(500, "generation ended early", type="server_error", code="internal_error")
 
-    def _correct(self, index: int, finished: Finished) -> None:
+    def _finish(self, index: int, finished: WorkerEvent) -> None:
+        if not isinstance(finished, Finished):
+            return  # a worker that could not say what the sequence took until here
+        self._finished.append(finished)
         if finished.num_cached_tokens is not None and index % self._request.n == 0 and not self._resumed:
             self._answer.usage.num_cached_tokens += finished.num_cached_tokens - self._admitted[index].num_cached_tokens
 

@@ -15,7 +15,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from kvbaton.clock import Clock, MonotonicClock
 from kvbaton.engine.engine import Engine, EngineConfig
 from kvbaton.engine.events import Event, Failed, Progress, Scheduled, Token
 from kvbaton.engine.loader import LoadedModel, LoadOptions, Shared, load
-from kvbaton.transfer.client import ClientStats, Completed, FirstToken, HandoffClient
+from kvbaton.transfer.client import ClientStats, Completed, FirstToken, HandoffClient, Moved
 from kvbaton.transfer.identity import host_identity
 from kvbaton.transfer.lending import PrefillSink
 from kvbaton.transfer.options import HandoffOptions
@@ -260,7 +260,7 @@ class NativeWorker:
 
     def generate(
         self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
-    ) -> AsyncIterator[WorkerEvent]:
+    ) -> AsyncGenerator[WorkerEvent, bool | None]:
         """See ``protocol.Worker.generate``. Close the iterator (``aclose``) to abort."""
         if not self.engine.alive:
             raise CapacityError("the engine of this worker is not running", fix="retry on another worker")
@@ -270,7 +270,9 @@ class NativeWorker:
             raise LocalError("a prefill worker does not decode", field="prefill", fix="send this to a decode worker")
         return self._generate_remote(request, prefill, deadline_s)
 
-    async def _generate_here(self, request: GenerateRequest, deadline_s: float) -> AsyncIterator[WorkerEvent]:
+    async def _generate_here(
+        self, request: GenerateRequest, deadline_s: float
+    ) -> AsyncGenerator[WorkerEvent, bool | None]:
         mailbox = self._mailbox()
         deadline = _Deadline(deadline_s)
         self.engine.generate(request, mailbox.sink)
@@ -279,8 +281,11 @@ class NativeWorker:
             assert isinstance(scheduled, Scheduled)
             yield Admitted(len(request.prompt_token_ids), scheduled.num_cached_tokens)
             times = _Times(deadline.elapsed_s())
-            async for output in self._tokens(mailbox, deadline, times):
-                yield output
+            async with contextlib.aclosing(self._tokens(mailbox, deadline, times)) as outputs:
+                async for output in outputs:
+                    if (yield output):
+                        self.engine.abort(request.request_id)
+                        break
             yield Finished(
                 queue_s=scheduled.queue_s,
                 prefill_s=times.token_s[0] - times.started_s,
@@ -291,7 +296,7 @@ class NativeWorker:
 
     async def _generate_remote(
         self, request: GenerateRequest, prefill: PeerAddress, deadline_s: float
-    ) -> AsyncIterator[WorkerEvent]:
+    ) -> AsyncGenerator[WorkerEvent, bool | None]:
         """Reserve here, then let the peer compute and pull; decode once everything is in place."""
         mailbox = self._mailbox()
         deadline = _Deadline(deadline_s)
@@ -299,7 +304,7 @@ class NativeWorker:
         reserving = self.engine.reserve(request, mailbox.sink)
         try:
             reservation = await deadline.bound(asyncio.wrap_future(reserving))
-            first, completed = None, None
+            first, enough, moved = None, False, Moved()
             assert self._client is not None
             pull = self._client.pull(
                 (prefill.host, prefill.port),
@@ -307,33 +312,39 @@ class NativeWorker:
                 reservation.num_cached_tokens,
                 reservation.block_ids,
                 deadline.remaining_s(),
+                moved,
             )
             async with contextlib.aclosing(pull):
                 async for event in pull:
                     if isinstance(event, Completed):
-                        completed = event
                         continue
                     first = event
                     num_remote = num_prompt - reservation.num_cached_tokens
                     yield Admitted(num_prompt, first.cached_tokens, num_remote, path="remote")
                     if first.output.finish_reason is not None:
                         break  # nobody will decode: what is still on its way is called off
-                    yield first.output
+                    if (yield first.output):
+                        enough = True
+                        break
             assert isinstance(first, FirstToken)
             if first.output.finish_reason is not None:
                 yield first.output
-                yield _finished(first, completed)
+            if enough or first.output.finish_reason is not None:
+                yield _finished(first, moved)
                 return
             self.engine.start_import(request.request_id, first.output)
             times = _Times(deadline.elapsed_s())
-            async for output in self._tokens(mailbox, deadline, times):
-                yield output
-            yield _finished(first, completed, times)
+            async with contextlib.aclosing(self._tokens(mailbox, deadline, times)) as outputs:
+                async for output in outputs:
+                    if (yield output):
+                        self.engine.abort(request.request_id)
+                        break
+            yield _finished(first, moved, times)
         finally:
             # Nothing writes into the blocks any more: the pull has ended, whichever way this is left.
             self.engine.abort(request.request_id)
 
-    async def _tokens(self, mailbox: _Mailbox, deadline: _Deadline, times: _Times) -> AsyncIterator[TokenOutput]:
+    async def _tokens(self, mailbox: _Mailbox, deadline: _Deadline, times: _Times) -> AsyncGenerator[TokenOutput, None]:
         while True:
             event = await deadline.bound(mailbox.get())
             if isinstance(event, Scheduled):  # an imported request is announced when its first decode step is planned
@@ -392,15 +403,14 @@ class _Times:
     token_s: list[float] = field(default_factory=list)  # of the first two that come after
 
 
-def _finished(first: FirstToken, completed: Completed | None, times: _Times | None = None) -> Finished:
-    finished = Finished(queue_s=first.queue_s, prefill_s=first.prefill_s)
-    if completed is not None:
-        finished = msgspec.structs.replace(
-            finished,
-            transfer_bytes=completed.num_bytes,
-            transfer_s=completed.transfer_s,
-            exposed_s=completed.exposed_s,
-        )
+def _finished(first: FirstToken, moved: Moved, times: _Times | None = None) -> Finished:
+    finished = Finished(
+        queue_s=first.queue_s,
+        prefill_s=first.prefill_s,
+        transfer_bytes=moved.num_bytes,
+        transfer_s=moved.transfer_s,
+        exposed_s=moved.exposed_s,
+    )
     if times is not None and times.scheduled_s is not None and times.token_s:
         finished = msgspec.structs.replace(
             finished,

@@ -42,6 +42,7 @@ class Choice:
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._min_tokens = sampling.min_tokens
+        self._include_stop = sampling.include_stop_str_in_output
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopChecker(sampling.stop, include=sampling.include_stop_str_in_output)
 
@@ -50,14 +51,13 @@ class Choice:
         assert self.finish_reason is None, "a token after the end"
         self.num_tokens += 1
         last = output.finish_reason is not None
-        text = "" if output.stop_token else self._detokenizer.push(output.token_id)
+        # A special token has no text, so an end token shows in neither case.
+        text = "" if output.stop_token and not self._include_stop else self._detokenizer.push(output.token_id)
         if last:
             text += self._detokenizer.flush()
-        stopped = False
-        if self.num_tokens >= self._min_tokens:
-            text, stopped = self._stops.push(text)
-            if last and not stopped:
-                text += self._stops.flush()
+        text, stopped = self._stops.push(text, may_stop=self.num_tokens >= self._min_tokens)
+        if last and not stopped:
+            text += self._stops.flush()
         self.finish_reason = "stop" if stopped else output.finish_reason
         if self.finish_reason in ("abort", "error"):
             raise ApiError(500, "generation ended with an error", type="server_error", code="internal_error")

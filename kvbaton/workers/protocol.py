@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import msgspec
@@ -96,8 +96,11 @@ class Worker(Protocol):
 
     def generate(
         self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
-    ) -> AsyncIterator[WorkerEvent]:
+    ) -> AsyncGenerator[WorkerEvent, bool | None]:
         """Admitted, then TokenOutput ..., then Finished. Closing the iterator aborts the request everywhere.
+
+        A consumer that needs no more tokens sends True instead of asking for the next event: a worker that knows what
+        the request took until then aborts it and answers with Finished. One that does not just goes on.
 
         Raises CapacityError (no room), LocalError with a field (bad input), RemoteError (the prefill peer failed).
         """

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,7 +250,7 @@ class VllmWorker:
 
     def generate(
         self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
-    ) -> AsyncIterator[WorkerEvent]:
+    ) -> AsyncGenerator[WorkerEvent, bool | None]:
         """See ``protocol.Worker.generate``. Close the iterator (``aclose``) to abort."""
         if self._num_open >= self.options.max_running + self.options.max_waiting:
             raise CapacityError("this worker's queue is full", fix="retry later")
@@ -260,7 +260,7 @@ class VllmWorker:
 
     async def _run(
         self, request: GenerateRequest, prefill: PeerAddress | None, deadline_s: float
-    ) -> AsyncIterator[WorkerEvent]:
+    ) -> AsyncGenerator[WorkerEvent, bool | None]:
         self._num_open += 1
         started_s = time.monotonic()
         body = request_body(request, self.options.model_name)
@@ -274,7 +274,8 @@ class VllmWorker:
                     if isinstance(event, Finished) and prefill is not None:
                         self._num_done += 1
                         event = msgspec.structs.replace(event, prefill_s=prefilled_s)
-                    yield event
+                    if (yield event):
+                        return  # the server does not say before the end what a request took
         except TimeoutError:
             raise CapacityError(f"the request's deadline of {deadline_s:.0f} s has passed", fix="retry later") from None
         finally:

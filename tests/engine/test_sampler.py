@@ -13,7 +13,6 @@ from kvbaton.engine.sampler import (
     check_sampling,
     cut_to_top_p,
     draw_index,
-    sample_greedy_batch,
     token_logprobs,
 )
 from kvbaton.types import LocalError, SamplingParams
@@ -145,6 +144,24 @@ def test_frequency_and_presence_penalty_count_output_only() -> None:
     assert len(set(expected)) == 4
 
 
+def test_bias_comes_before_bans_and_penalties_as_in_vllm() -> None:
+    """A bias cannot lift a ban, and a repeated token is penalised with its bias."""
+    row = np.zeros(16, dtype=np.float32)
+    banned = sampler(temperature=0.0, min_tokens=2, logit_bias={EOS: 100.0, 4: 1.0})
+    assert [banned.sample(row).token_id for _ in range(3)] == [4, 4, EOS]
+    penalised = sampler(prompt=(3,), temperature=0.0, repetition_penalty=2.0, logit_bias={3: 8.0, 4: 5.0})
+    assert penalised.sample(row).token_id == 4, "8 / 2 is less than 5"
+    assert penalised.sample(row).token_id == 3, "5 / 2 is less than 8 / 2"
+
+
+def test_min_p_is_a_share_of_the_best_after_temperature() -> None:
+    row = np.array([0.0, 1.0, 2.0, 3.0], dtype=np.float32)
+    assert reachable(row, min_p=math.exp(-2.0) - 1e-4) == {1, 2, 3}
+    assert reachable(row, min_p=math.exp(-2.0) + 1e-4) == {2, 3}
+    assert reachable(row, min_p=math.exp(-2.0) + 1e-4, temperature=2.0) == {0, 1, 2, 3}
+    assert reachable(row, min_p=1.0) == {3}
+
+
 def test_logit_bias_and_ids_outside_the_vocabulary() -> None:
     row = peak(3)
     assert sampler(temperature=0.0, logit_bias={8: 100.0}).sample(row).token_id == 8
@@ -164,7 +181,7 @@ def test_logit_bias_and_ids_outside_the_vocabulary() -> None:
 def test_greedy() -> None:
     rows = np.stack([logits(seed) for seed in range(5)])
     rows[0, [40, 30]] = 99.0
-    assert sample_greedy_batch(rows).tolist() == [sampler(temperature=0.0).sample(row).token_id for row in rows]
+    assert [sampler(temperature=0.0).sample(row).token_id for row in rows] == rows.argmax(axis=1).tolist()
     assert sampler(temperature=0.0).sample(rows[0]).token_id == 30
     assert sampler(temperature=1e-30, seed=1).sample(rows[1]).token_id == rows[1].argmax()
     assert sampler(top_p=1e-9, seed=1).sample(rows[1]).token_id == rows[1].argmax()

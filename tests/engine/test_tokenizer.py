@@ -156,6 +156,19 @@ class TestStopChecker:
         assert StopChecker(("abc", "b")).push("xabc") == ("xa", True)
         assert StopChecker(("bc", "abc")).push("xabc") == ("x", True)
 
+    def test_one_that_was_complete_too_early_is_text_and_one_that_only_began_counts(self) -> None:
+        early = StopChecker(("END",))
+        assert early.push("the END", may_stop=False) == ("the END", False)
+        assert early.push(" and the END") == (" and the ", True)
+        begun = StopChecker(("END",))
+        assert begun.push("the EN", may_stop=False) == ("the ", False)
+        assert begun.push("D") == ("", True)
+        inside = StopChecker(("abcd", "b"))
+        assert inside.push("ab", may_stop=False) == ("", False)
+        assert inside.push("c") == ("", False), "its b was complete before"
+        assert inside.push("x") == ("abcx", False)
+        assert inside.push("ab") == ("a", True)
+
     def test_without_stops_nothing_is_held(self) -> None:
         assert StopChecker(()).push("abc") == ("abc", False)
         with pytest.raises(LocalError, match="empty"):
@@ -167,17 +180,24 @@ class TestStopChecker:
         stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
         cuts=st.lists(st.integers(0, 30), max_size=6),
         include=st.booleans(),
+        first=st.integers(0, 6),
     )
     def test_cutting_does_not_matter_and_no_stop_leaks(
-        self, text: str, stops: list[str], cuts: list[int], include: bool
+        self, text: str, stops: list[str], cuts: list[int], include: bool, first: int
     ) -> None:
-        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        """``first``: this many pushes may not stop yet; what ends later ends at the first match after their text."""
+        edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+        passed = edges[min(first, len(edges) - 1)]
+        ends = [
+            (start + len(stop), start)
+            for stop in stops
+            if (start := text.find(stop, max(0, passed - len(stop) + 1))) >= 0
+        ]
         end, start = min(ends) if ends else (len(text), len(text))
         checker = StopChecker(tuple(stops), include)
-        edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
         emitted, stopped = "", False
-        for left, right in zip(edges, edges[1:], strict=False):
-            piece, stopped = checker.push(text[left:right])
+        for i, (left, right) in enumerate(zip(edges, edges[1:], strict=False)):
+            piece, stopped = checker.push(text[left:right], may_stop=i >= first)
             emitted += piece
         emitted += checker.flush()
         assert stopped == bool(ends)

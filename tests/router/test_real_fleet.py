@@ -138,6 +138,24 @@ async def test_first_token_ends(split: RealFleet) -> None:
     await split.check_empty()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_letters", [1, 3])
+async def test_a_stop_string_hides_no_transfer(split: RealFleet, stream: bool, num_letters: int) -> None:
+    """Log and counters say what was moved, whether the text ends in the middle or while KV is still on its way."""
+    decode = split.workers["d0"]
+    stop = decode.tokenizer.decode([65]) * num_letters
+    for i in range(4):
+        before = decode.stats().transfer_bytes_received
+        prompt = f"{i}{PROMPT * 6}"
+        await split.ask(prompt=prompt, temperature=0, logit_bias={"65": 100}, stop=stop, max_tokens=20, stream=stream)
+        await split.fleet.settled()
+        received = decode.stats().transfer_bytes_received
+        assert split.fleet.counter("kvbaton_router_transfer_bytes_total") == received
+        if num_letters > 1:  # a decode step was made, so all of the prompt is here
+            blocks = decode.layout.blocks_for(len(decode.tokenizer.encode(prompt)))
+            assert received - before == blocks * decode.layout.block_bytes
+
+
 async def test_cached_tokens_are_the_prefill_sides_own(split: RealFleet) -> None:
     prompt = "a cold prompt of many tokens, " * 8
     cached = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -49,7 +49,7 @@ class ScriptedWorker:
 
     async def generate(
         self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
-    ) -> AsyncIterator[WorkerEvent]:
+    ) -> AsyncGenerator[WorkerEvent, bool | None]:
         if self.num_open >= self.max_open:
             raise CapacityError("full")
         self.requests.append((request, prefill))

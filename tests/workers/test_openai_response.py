@@ -108,6 +108,29 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     assert whole["choices"][0]["text"] == "hello a"
 
 
+@pytest.mark.parametrize(("min_tokens", "stopped"), [(2, True), (9, True), (10, True), (11, False)])
+def test_a_stop_string_may_begin_before_min_tokens(tokenizer: Tokenizer, min_tokens: int, stopped: bool) -> None:
+    """The stop string's letters are tokens 8, 9 and 10: it counts once the tenth may end the text."""
+    expected = "hello the " if stopped else "hello the end"
+    token_ids = [token for part in ("hello the e", "nd") for token in tokenizer.encode(part)]
+    assert len(token_ids) == 10
+    sampling = SamplingParams(stop=("end",), min_tokens=min_tokens)
+    whole, chunks = both_ways(tokenizer, "completions", outputs(token_ids), sampling)
+    assert whole["choices"][0]["text"] == text_of(chunks, "completions") == expected
+
+
+@pytest.mark.parametrize(("include", "expected"), [(False, "hell"), (True, "hello")])
+def test_a_stop_token_is_text_only_when_asked_for(tokenizer: Tokenizer, include: bool, expected: str) -> None:
+    *before, last = tokenizer.encode("hello")
+    tokens = [*(TokenOutput(i) for i in before), TokenOutput(last, None, "stop", stop_token=True)]
+    sampling = SamplingParams(stop_token_ids=(last,), include_stop_str_in_output=include)
+    whole, chunks = both_ways(tokenizer, "completions", tokens, sampling)
+    assert whole["choices"][0]["text"] == text_of(chunks, "completions") == expected
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    end = [*(TokenOutput(i) for i in before), TokenOutput(258, None, "stop", stop_token=True)]
+    assert both_ways(tokenizer, "completions", end, sampling)[0]["choices"][0]["text"] == "hell", "it is special"
+
+
 def test_logprobs_have_one_entry_for_each_token(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("x\u00e9z\U0001f600")
     tokens = outputs(token_ids, logprobs=True)

@@ -116,6 +116,37 @@ async def test_the_official_client_gets_the_same_text_whole_and_streamed(real_ur
         assert [len(c.logprobs.tokens or []) for c in ids.choices if c.logprobs] == [12, 12]
 
 
+async def test_choices_of_one_seed_differ_and_come_again(real_url: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{real_url}/v1", api_key="any", max_retries=0) as client:
+        asked: Any = {"model": "tiny-llama", "max_tokens": 16, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+        runs = [
+            [c.text for c in (await client.completions.create(prompt="abc", n=n, seed=seed, **asked)).choices]
+            for n, seed in ((4, 1), (4, 1), (1, 1), (4, 2))
+        ]
+    first, again, alone, other = runs
+    assert first == again and len(set(first)) == 4, "each choice draws its own, and the same each time"
+    assert alone == first[:1] and other[:3] == first[1:], "choice j is drawn with seed + j, as in vLLM"
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+async def test_as_many_top_logprobs_as_asked_for(real_url: str, num_top: int) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{real_url}/v1", api_key="any", max_retries=0) as client:
+        asked: Any = {"model": "tiny-llama", "max_tokens": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+        messages: Any = HELLO["messages"]
+        chat = await client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=num_top, **asked)
+        logprobs = chat.choices[0].logprobs
+        assert logprobs is not None and logprobs.content is not None
+        for entry in logprobs.content:
+            assert len(entry.top_logprobs) == num_top
+            values = [top.logprob for top in entry.top_logprobs]
+            assert values == sorted(values, reverse=True) and all(entry.logprob <= value for value in values[:1])
+        plain = await client.completions.create(prompt=[1, 2, 3], logprobs=num_top, **asked)
+        found = plain.choices[0].logprobs
+        assert found is not None and found.tokens is not None and found.top_logprobs is not None
+        for token, top in zip(found.tokens, found.top_logprobs, strict=True):
+            assert token in top and len(top) <= num_top + 1, "the chosen one is always there"
+
+
 async def test_cached_tokens_are_the_prefix_cache_and_not_the_prompt(real_url: str) -> None:
     async with openai.AsyncOpenAI(base_url=f"{real_url}/v1", api_key="any", max_retries=0) as client:
         prompt = "a cold prompt of many tokens, " * 8
