@@ -99,7 +99,7 @@ class _Chunk(msgspec.Struct):
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     error: dict[str, Any] | None = None
 
 
@@ -295,7 +295,7 @@ class VllmWorker:
                 if response.status != 200:
                     raise RemoteError(f"the prefill server answers {response.status}: {_message(raw)}")
             answer = _CHUNK.decode(raw)
-            if answer.kv_transfer_params is None or bytes(answer.kv_transfer_params) == b"null":
+            if bytes(answer.kv_transfer_params) == b"null":
                 reason = answer.choices[0].finish_reason if answer.choices else None
                 raise RemoteError(f"the prefill server offers no KV (finish reason {reason})")
             lease = _LEASE.decode(bytes(answer.kv_transfer_params))

@@ -1,0 +1,380 @@
+"""The vLLM adapter against a server that answers as vLLM 0.32 was seen to: both legs, and everything that can go wrong.
+
+Whether real vLLM behaves so is shown by tests/integration/test_vllm_fleet.py, which runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from workers.scripted import until
+
+from kvbaton.config import ModelSettings, WorkerSettings
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.types import CapacityError, GenerateRequest, LocalError, RemoteError, SamplingParams, TokenOutput
+from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent
+from kvbaton.workers.vllm import VllmOptions, VllmWorker, request_body
+from kvbaton.workers.vllm_metrics import read_figures
+from kvbaton.workers.vllm_process import make_vllm_worker
+from kvbaton.workers.vllm_server import ServerSpec, VllmServer, key_for_servers, split_arguments
+
+METRICS = """
+vllm:num_requests_running{engine="0",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_compute"} 7.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_cache_hit"} 5.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} 400.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 9.0
+vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1.179648e+07
+vllm:cache_config_info{block_size="128",num_gpu_blocks="364"} 1.0
+"""
+# Not sorted, with a key nobody knows and a number no double holds: it must arrive byte for byte.
+TRANSFER = (
+    b'{"remote_port":5600,"do_remote_prefill":true,"zzz":[1, 2],"remote_block_ids":[[1,2]],'
+    b'"remote_engine_id":"e","big":18446744073709551615,"remote_prefill_cached_tokens":3}'
+)
+
+
+class FakeVllm:
+    """One server. ``transfer`` is what its prefill answers carry."""
+
+    def __init__(self) -> None:
+        self.transfer: bytes | None = TRANSFER
+        self.tokens = [11, 12, 13]
+        self.finish_reason = "length"
+        self.status = 200
+        self.cut_after: int | None = None
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.bodies: list[dict[str, Any]] = []
+        self.raw: list[bytes] = []
+        self.headers: list[Any] = []
+        self.num_open = 0
+        self.metrics = METRICS
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw)
+        self.bodies.append(body)
+        self.raw.append(raw)
+        self.headers.append(request.headers)
+        self.num_open += 1
+        try:
+            await self.hold.wait()
+            if self.status != 200:
+                return web.json_response({"error": {"message": "too long", "code": self.status}}, status=self.status)
+            return await (self._stream(request) if body["stream"] else self._whole())
+        finally:
+            self.num_open -= 1
+
+    async def _whole(self) -> web.Response:
+        answer = {
+            "choices": [{"index": 0, "text": "x", "finish_reason": self.finish_reason}],
+            "usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 1}},
+        }
+        raw = json.dumps(answer).encode()
+        transfer = b"null" if self.transfer is None else self.transfer
+        return web.Response(
+            body=raw[:-1] + b',"kv_transfer_params":' + transfer + b"}", content_type="application/json"
+        )
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for index, token in enumerate(self.tokens):
+            if index == self.cut_after:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            last = index == len(self.tokens) - 1
+            choice = {
+                "index": 0,
+                "text": "?",
+                "token_ids": [token],
+                "finish_reason": self.finish_reason if last else None,
+                "logprobs": {
+                    "tokens": [f"token_id:{token}"],
+                    "token_logprobs": [-0.5],
+                    "top_logprobs": [{f"token_id:{token}": -0.5, "token_id:99": -0.7}],
+                },
+            }
+            await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        usage = {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}
+        await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    def app(self) -> web.Application:
+        async def models(request: web.Request) -> web.Response:
+            return web.json_response({"data": [{"id": "m", "max_model_len": 64}]})
+
+        async def version(request: web.Request) -> web.Response:
+            return web.json_response({"version": "0.32.0"})
+
+        async def metrics(request: web.Request) -> web.Response:
+            return web.Response(text=self.metrics)
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", self.complete)
+        app.router.add_get("/v1/models", models)
+        app.router.add_get("/version", version)
+        app.router.add_get("/metrics", metrics)
+        return app
+
+
+class Pair:
+    def __init__(self, prefill: FakeVllm, decode: FakeVllm, worker: VllmWorker, peer: PeerAddress) -> None:
+        self.prefill, self.decode, self.worker, self.peer = prefill, decode, worker, peer
+
+    async def run(self, remote: bool = True, **sampling: Any) -> list[WorkerEvent]:
+        found = []
+        async for event in self.worker.generate(make_request(**sampling), self.peer if remote else None, 20.0):
+            found.append(event)
+        return found
+
+
+def make_request(**sampling: Any) -> GenerateRequest:
+    return GenerateRequest("r1", (5, 6, 7, 8), SamplingParams(**{"max_tokens": 3, **sampling}), eos_token_ids=(2,))
+
+
+async def start(stack: AsyncExitStack, fake: FakeVllm) -> tuple[str, int]:
+    runner = web.AppRunner(fake.app(), shutdown_timeout=1, handler_cancellation=True)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    return host, port
+
+
+@asynccontextmanager
+async def running_pair(model_dir: Path) -> AsyncIterator[Pair]:
+    async with AsyncExitStack() as stack:
+        prefill, decode = FakeVllm(), FakeVllm()
+        peer = PeerAddress(*await start(stack, prefill))
+        host, port = await start(stack, decode)
+        options = VllmOptions(f"http://{host}:{port}", "decode", "m", api_key="k", max_running=2, max_waiting=1)
+        worker = VllmWorker(options, ModelConfig.from_dir(model_dir), Tokenizer.load(model_dir))
+        await worker.start()
+        stack.push_async_callback(worker.stop)
+        yield Pair(prefill, decode, worker, peer)
+        await until(lambda: prefill.num_open == decode.num_open == 0)
+        assert worker._num_open == 0
+
+
+@pytest.fixture
+async def pair(tiny_model_dir: Path) -> AsyncIterator[Pair]:
+    async with running_pair(tiny_model_dir) as found:
+        yield found
+
+
+async def test_both_legs_and_the_object_passes_unchanged(pair: Pair) -> None:
+    events = await pair.run(max_tokens=3, min_tokens=2, logprobs=1)
+    first, second = pair.prefill.bodies[0], pair.decode.bodies[0]
+    assert (first["max_tokens"], first["stream"]) == (1, False)
+    assert not {"min_tokens", "stream_options"} & set(first)
+    assert first["kv_transfer_params"]["do_remote_decode"] is True
+    assert (second["max_tokens"], second["min_tokens"], second["stream"]) == (3, 2, True)
+    assert TRANSFER in pair.decode.raw[0], "the object is the engines' own: not a byte of it may change"
+    assert pair.prefill.headers[0]["x-request-id"] == pair.decode.headers[0]["x-request-id"] == "r1"
+    assert pair.decode.headers[0]["authorization"] == "Bearer k"
+    assert events[0] == Admitted(4, 3, 4, path="remote"), "cached is what the prefill side's cache had"
+    outputs = [event for event in events if isinstance(event, TokenOutput)]
+    assert [output.token_id for output in outputs] == [11, 12, 13]
+    assert [output.finish_reason for output in outputs] == [None, None, "length"]
+    assert outputs[0].logprobs is not None and outputs[0].logprobs.top == ((11, -0.5), (99, -0.7))
+    assert isinstance(events[-1], Finished) and events[-1].transfer_bytes > 0
+
+
+async def test_a_local_request_is_one_call_and_its_cached_tokens_are_corrected(pair: Pair) -> None:
+    pair.decode.finish_reason = "stop"
+    events = await pair.run(remote=False)
+    assert pair.prefill.bodies == [] and "kv_transfer_params" not in pair.decode.bodies[0]
+    assert events[0] == Admitted(4, 0) and events[-1] == Finished(num_cached_tokens=2)
+    last = events[-2]
+    assert isinstance(last, TokenOutput) and last.stop_token and last.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        ({"transfer": None}, "offers no KV"),
+        ({"status": 500}, "answers 500"),
+        ({"status": 400}, "answers 400"),
+        ({"transfer": b'{"remote_blocks_expiry_time": 1.0}'}, "lease ended"),
+        ({"transfer": b'{"remote_blocks_expiry_time": "soon"}'}, "ValidationError"),
+    ],
+)
+async def test_a_bad_prefill_fails_loudly_and_is_counted(pair: Pair, damage: dict[str, Any], word: str) -> None:
+    for name, value in damage.items():
+        setattr(pair.prefill, name, value)
+    with pytest.raises(RemoteError, match=word):
+        await pair.run()
+    assert pair.decode.bodies == [], "decode must not start on KV that is not there"
+    assert pair.worker.stats().num_transfer_failures == 1
+
+
+async def test_a_lease_with_time_left_is_good(pair: Pair) -> None:
+    pair.prefill.transfer = json.dumps({"remote_blocks_expiry_time": time.time() + 30}).encode()
+    assert len(await pair.run()) == 5
+
+
+async def test_a_prefill_server_that_is_not_there_is_the_peers_fault(pair: Pair) -> None:
+    pair.peer = PeerAddress("127.0.0.1", 1)
+    with pytest.raises(RemoteError, match="127.0.0.1:1"):
+        await pair.run()
+
+
+async def test_no_prefill_is_spent_without_room(pair: Pair) -> None:
+    pair.decode.metrics = METRICS.replace(
+        'num_requests_waiting{engine="0",model_name="m"} 0.0', "num_requests_waiting 3"
+    )
+    await until(lambda: pair.worker.figures.num_waiting == 3)
+    with pytest.raises(CapacityError):
+        await pair.run()
+    assert pair.prefill.bodies == []
+
+
+async def test_the_queue_is_bounded(pair: Pair) -> None:
+    pair.decode.hold.clear()
+    open_ones = [asyncio.create_task(pair.run(remote=False)) for _ in range(3)]
+    await until(lambda: pair.decode.num_open == 3)
+    with pytest.raises(CapacityError, match="full"):
+        await pair.run(remote=False)
+    pair.decode.hold.set()
+    await asyncio.gather(*open_ones)
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_leaving_calls_off_the_leg_that_is_open(pair: Pair, leg: str) -> None:
+    server: FakeVllm = getattr(pair, leg)
+    server.hold.clear()
+    task = asyncio.create_task(pair.run())
+    await until(lambda: server.num_open == 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: server.num_open == 0)
+    assert bool(pair.decode.bodies) == (leg == "decode")
+
+
+@pytest.mark.parametrize("status", [400, 503])
+async def test_a_refusal_of_the_decode_server_is_told(pair: Pair, status: int) -> None:
+    pair.decode.status = status
+    with pytest.raises(CapacityError if status == 503 else LocalError, match="too long"):
+        await pair.run()
+
+
+async def test_a_stream_that_is_cut_is_an_error(pair: Pair) -> None:
+    pair.decode.cut_after = 1
+    with pytest.raises(LocalError, match="went away"):
+        await pair.run(remote=False)
+
+
+async def test_a_deadline_ends_the_wait(pair: Pair) -> None:
+    pair.decode.hold.clear()
+    with pytest.raises(CapacityError, match="deadline"):
+        async for _ in pair.worker.generate(make_request(), None, 0.05):
+            raise AssertionError("no event can come")
+
+
+async def test_figures_become_the_workers_load(pair: Pair) -> None:
+    stats = pair.worker.stats()
+    assert (stats.num_running, stats.num_blocks, stats.num_blocks_used, stats.num_blocks_free) == (1, 364, 91, 273)
+    assert (stats.transfer_bytes_received, stats.num_prompt_tokens, stats.num_cached_tokens) == (11796480, 7, 5)
+    assert pair.worker.figures.num_external_tokens == 400
+    assert pair.worker.max_context == 64 and "vllm-0.32.0" in pair.worker.fingerprint.model_revision
+
+
+async def test_a_server_of_another_model_is_refused(tiny_model_dir: Path) -> None:
+    async with AsyncExitStack() as stack:
+        host, port = await start(stack, FakeVllm())
+        options = VllmOptions(f"http://{host}:{port}", "decode", "other")
+        worker = VllmWorker(options, ModelConfig.from_dir(tiny_model_dir), Tokenizer.load(tiny_model_dir))
+        stack.push_async_callback(worker.stop)
+        with pytest.raises(RemoteError, match="not other"):
+            await worker.start()
+
+
+def test_older_names_are_read_and_missing_ones_are_named() -> None:
+    figures = read_figures("vllm:gpu_cache_usage_perc 0.5\nvllm:prompt_tokens_total 9\n")
+    assert (figures.usage, figures.num_computed_tokens) == (0.5, 9)
+    assert {"num_running", "num_bytes_received"} <= set(figures.missing)
+    assert read_figures(METRICS).missing == ("num_preemptions", "num_failed_transfers", "num_expired")
+
+
+def test_sampling_is_passed_on_and_stop_strings_are_ours() -> None:
+    body = request_body(make_request(seed=3, logit_bias={4: -1.0}, stop=("x",), stop_token_ids=(9,), top_k=5), "m")
+    assert (body["seed"], body["logit_bias"], body["stop_token_ids"], body["top_k"]) == (3, {"4": -1.0}, [2, 9], 5)
+    assert "stop" not in body
+    assert "stop_token_ids" not in request_body(make_request(ignore_eos=True), "m")
+
+
+# -- the server as a child
+
+
+def make_spec(tmp_path: Path, python: str = "") -> ServerSpec:
+    return ServerSpec(
+        python=python,
+        model_dir=tmp_path,
+        model_name="m",
+        role="prefill",
+        host="127.0.0.1",
+        port=1,
+        side_channel_port=2,
+        dtype="bfloat16",
+        max_context=64,
+        kv_memory_mib=2048,
+        cores=(1, 2),
+        api_key="secret",
+        log_path=tmp_path / "log",
+        arguments=("--enforce-eager",),
+    )
+
+
+def test_the_key_of_the_fleet_is_in_no_command_line_and_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBATON_INTERNAL_KEY", "fleet")
+    spec = make_spec(tmp_path)
+    environ = spec.environ()
+    assert "secret" not in " ".join(spec.command()) and environ["VLLM_API_KEY"] == "secret"
+    assert "KVBATON_INTERNAL_KEY" not in environ
+    assert environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1" and environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,2"
+    assert json.loads(spec.command()[spec.command().index("--kv-transfer-config") + 1])["kv_role"] == "kv_producer"
+    assert key_for_servers("fleet") not in ("", "fleet") and key_for_servers("") == ""
+
+
+async def test_a_server_that_ends_early_says_why(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 'ValueError: no such model'\nexit 3\n")
+    program.chmod(0o755)
+    server = VllmServer(make_spec(tmp_path, str(program)))
+    with pytest.raises(LocalError, match="no such model") as caught:
+        await server.start(60)
+    assert caught.value.field == "engine" and not server.alive
+    with pytest.raises(LocalError, match="there is no"):
+        await VllmServer(make_spec(tmp_path, "/no/python")).start(60)
+
+
+def test_settings_of_the_other_engine_are_refused_by_name(tiny_model_dir: Path) -> None:
+    good = ModelSettings(dir=str(tiny_model_dir))
+    assert make_vllm_worker(good, WorkerSettings(engine="vllm"), "key").alive is False
+    for model, worker, field in (
+        (ModelSettings(dir=str(tiny_model_dir), weights="int8"), WorkerSettings(), "weights"),
+        (ModelSettings(dir=str(tiny_model_dir), kv_blocks=5), WorkerSettings(), "kv_blocks"),
+        (good, WorkerSettings(engine_url="ftp://x:1"), "engine_url"),
+        (good, WorkerSettings(engine_args="--port 5"), "engine_args"),
+    ):
+        with pytest.raises(LocalError) as caught:
+            make_vllm_worker(model, worker, "key")
+        assert caught.value.field == field
+    assert split_arguments(["--enforce-eager"]) == ("--enforce-eager",)
