@@ -200,6 +200,11 @@ class Dispatcher:
         flight.queued_s += waited_s
         flight.may_queue_s = max(0.0, flight.may_queue_s - waited_s)
 
+    def check_line(self, flight: Flight, priority: int) -> None:
+        """Refuse what could only queue in vain, before anything is spent on it."""
+        if self._line.num_waiting:
+            self._line.check(priority, flight.received_s, self._settings.queue_timeout_s)
+
     @property
     def num_queued(self) -> int:
         return self._line.num_waiting
@@ -396,6 +401,7 @@ class Dispatcher:
         if error.status < 500 and error.status != 409:
             return AttemptFailed("refused", error, elsewhere=False)
         self._registry.call_failed(target, "worker_error", now_s)
+        error.status = 502 if error.status == 500 else error.status  # a 500 of ours would be a bug of the router
         return AttemptFailed("worker_error", error, elsewhere=error.status != 504)
 
     async def _whole(self, flight: Flight, response: Response, headers: Headers) -> None:

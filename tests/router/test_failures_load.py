@@ -1,0 +1,186 @@
+"""More requests than there is room for, deadlines, and clients that leave: what is refused is refused at once, with
+its own status; nothing is kept of anybody who is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from router.fleet import SHORT, Fleet, running_fleet
+from router.rig import make_rig
+from workers.scripted import until
+
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.types import CapacityError
+
+PROMPT = "the quick brown fox and the lazy dog, "
+
+
+def fill(fleet: Fleet, count: int, **body: Any) -> list[asyncio.Task[Any]]:
+    return [asyncio.ensure_future(fleet.post({"prompt": f"{i} {SHORT}", **body})) for i in range(count)]
+
+
+async def test_each_class_of_priority_has_its_own_bound(tokenizer: Tokenizer) -> None:
+    """A flood of low priority locks out nobody else, and is told when to come back."""
+    bounds = {"max_queued": 3, "max_queued_high": 2, "max_queued_low": 2}
+    async with running_fleet(tokenizer, {"b0": "both"}, **bounds) as fleet:
+        worker = fleet.workers["b0"]
+        worker.gate.clear()
+        worker.max_open = 1
+        waiting = fill(fleet, 1)
+        await until(lambda: worker.num_open == 1)
+        for priority, bound in ((7, 2), (0, 3), (-1, 2)):
+            before = fleet.dispatcher.num_queued
+            waiting += fill(fleet, bound, priority=priority)
+            await until(lambda n=before + bound: fleet.dispatcher.num_queued == n)  # type: ignore[misc]
+            status, answer, headers = await fleet.post({"prompt": SHORT, "priority": priority})
+            assert (status, answer["error"]["code"]) == (429, "queue_full")
+            assert answer["error"]["type"] == "rate_limit_error" and 1 <= int(headers["retry-after"]) <= 30
+        worker.gate.set()
+        assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 8
+        served = [request.priority for request, _ in worker.requests]
+        assert served[1:] == [-1, -1, 0, 0, 0, 7, 7], "in the order of their classes"
+        assert fleet.dispatcher.num_queued == 0
+
+
+async def test_too_busy_is_429_and_nobody_there_is_503(tokenizer: Tokenizer) -> None:
+    async with running_fleet(tokenizer, {"b0": "both"}, queue_timeout_s=0.2) as fleet:
+        fleet.workers["b0"].error = CapacityError("full")
+        status, answer, headers = await fleet.post({"prompt": SHORT})
+        assert (status, answer["error"]["code"]) == (429, "no_capacity") and "retry-after" in headers
+        fleet.servers["b0"].state = "draining"
+        await fleet.poll()
+        status, answer, headers = await fleet.post({"prompt": SHORT})
+        assert (status, answer["error"]["code"]) == (503, "no_workers") and "retry-after" in headers
+        fleet.gateway.state = "draining"
+        status, answer, _ = await fleet.post({"prompt": SHORT})
+        assert (status, answer["error"]["code"]) == (503, "draining")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_sets_its_deadline(tokenizer: Tokenizer, stream: bool) -> None:
+    """While it waits in the queue, before the first token, and in the middle of a stream."""
+    async with running_fleet(tokenizer, {"b0": "both"}) as fleet:
+        worker = fleet.workers["b0"]
+        worker.gate.clear()
+        body, short = {"prompt": SHORT, "stream": stream}, {"x-request-timeout-ms": "300"}
+        status, answer, _ = await fleet.post(body, **short)
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        await until(lambda: worker.num_open == 0)
+        worker.max_open = 0
+        status, answer, _ = await fleet.post(body, **short)
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        assert fleet.dispatcher.num_queued == 0
+        worker.max_open, worker.gate_at = 10, 3
+        status, raw, _ = await fleet.post(body, **short)
+        if stream:
+            assert status == 200 and b'"code":"deadline_exceeded"' in raw and b"[DONE]" not in raw
+        else:
+            assert (status, raw["error"]["code"]) == (504, "deadline_exceeded")
+        await until(lambda: worker.num_open == 0)
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "1.5", "soon", "9" * 20, ""])
+async def test_a_deadline_that_is_none_is_refused_by_name(tokenizer: Tokenizer, value: str) -> None:
+    async with running_fleet(tokenizer, {"b0": "both"}) as fleet:
+        status, answer, _ = await fleet.post({"prompt": SHORT}, **{"x-request-timeout-ms": value})
+        assert (status, answer["error"]["param"]) == (400, "x-request-timeout-ms")
+
+
+async def test_the_servers_deadline_bounds_the_clients(tokenizer: Tokenizer) -> None:
+    async with running_fleet(tokenizer, {"b0": "both"}, request_timeout_s=0.3) as fleet:
+        fleet.workers["b0"].gate.clear()
+        status, answer, _ = await fleet.post({"prompt": SHORT}, **{"x-request-timeout-ms": "3600000"})
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_decode_room_is_reserved_before_prefill_is_spent(tiny_model_dir: Path) -> None:
+    """A decode worker without blocks refuses before the prefill worker hears of the request."""
+    async with make_rig(tiny_model_dir, {"p0": "prefill", "d0": "decode"}, queue_timeout_s=0.3) as rig:
+        decode, prefill = rig.workers["d0"], rig.workers["p0"]
+        bodies = [
+            {"prompt": f"{i} {PROMPT * 8}", "temperature": 0, "max_tokens": 150, "ignore_eos": True, "stream": True}
+            for i in range(20)
+        ]
+        answers = await asyncio.gather(*(rig.fleet.post(body) for body in bodies))
+        statuses = [status for status, _, _ in answers]
+        assert set(statuses) == {200, 429}, statuses
+        await rig.check_empty()
+        num_prompt_tokens = len(bodies[0]["prompt"])  # a byte a token, nearly: none was computed for nothing
+        assert prefill.stats().num_prompt_tokens <= statuses.count(200) * (num_prompt_tokens + 8)
+        assert decode.stats().num_prompt_tokens <= statuses.count(200) * 16
+
+
+async def test_case_lk_08_overload_and_clients_that_give_up(tokenizer: Tokenizer) -> None:
+    """LK-08: ten times what fits, clients leave after a short time; then half the load is served as if nothing was."""
+    async with running_fleet(tokenizer, {"b0": "both"}, max_queued=20) as fleet:
+        worker = fleet.workers["b0"]
+        worker.max_open = 4
+        worker.gate.clear()
+
+        async def impatient(i: int) -> int:
+            try:
+                async with asyncio.timeout(0.3):
+                    return (await fleet.post({"prompt": f"{i} {SHORT}"}))[0]
+            except TimeoutError:
+                return 0
+
+        statuses = await asyncio.gather(*(impatient(i) for i in range(240)))
+        assert set(statuses) == {0, 429} and statuses.count(429) >= 240 - 24 - 4
+        await until(lambda: fleet.gateway.open.num == 0 and worker.num_open == 0)
+        fleet.check_idle()  # slots of those that left are free at once
+        assert fleet.dispatcher.num_queued == 0
+        worker.gate.set()
+        assert [s for s, _, _ in await asyncio.gather(*fill(fleet, 2))] == [200, 200]
+
+
+async def test_case_fl_10_prefill_work_moves_onto_decode_within_its_room(tiny_model_dir: Path) -> None:
+    """FL-10: prefill workers refuse for want of room. The way chosen is in the header and a counter; decode workers
+    take no more than their own room."""
+    async with make_rig(tiny_model_dir, {"p0": "prefill", "d0": "decode"}, queue_timeout_s=5.0) as rig:
+        await rig.kv_proxies["p0"].refuse()
+        answers = await asyncio.gather(
+            *(rig.ask({"prompt": f"{i} {PROMPT * 4}", "temperature": 0, "max_tokens": 20}) for i in range(10))
+        )
+        assert {told.status for told in answers} == {200}
+        reasons = {told.headers["x-kvbaton-decision"] for told in answers}
+        assert reasons <= {"fallback_prefill_failed", "remote", "local_cached"}
+        line = 'kvbaton_router_decisions_total{decision="fallback_prefill_failed"}'
+        assert rig.fleet.counter(line) >= 1
+        assert rig.workers["d0"].stats().num_preemptions == 0
+
+
+async def test_a_jump_of_the_wall_clock_changes_nothing(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases, deadlines and polls are timed by the monotonic clock. Only ``created`` shows what the wall says."""
+    async with make_rig(tiny_model_dir, {"p0": "prefill", "d0": "decode"}) as rig:
+        body = {"prompt": PROMPT * 6, "temperature": 1, "seed": 3, "max_tokens": 60, "ignore_eos": True}
+        expected = await rig.expected(body)
+        real = time.time
+        for jump_s in (3600.0 * 24 * 365, -3600.0 * 24 * 365):
+            asking = asyncio.ensure_future(rig.ask(body))
+            await until(lambda: rig.fleet.gateway.open.num == 1)
+            monkeypatch.setattr(time, "time", lambda jump_s=jump_s: real() + jump_s)
+            told = await asking
+            assert told.answer == expected.answer and told.headers["x-kvbaton-decision"] in ("remote", "local_cached")
+            await rig.check_empty()
+        assert rig.workers["p0"].stats().num_lease_expiries == 0
+        assert rig.retries("prefill_failed") == rig.replays("prefill_failed") == 0
+
+
+# Where the wall's time is meant: a date in a prompt, the age of a file, an expiry date that another engine wrote.
+WALL_CLOCK = {"engine/chat_template.py", "engine/gguf_model.py", "workers/vllm.py"}
+
+
+def test_nothing_that_waits_reads_the_wall_clock() -> None:
+    """The packages on a request's way use it for nothing but the date of an answer and of a process's start."""
+    package = Path(__file__).resolve().parents[2] / "kvbaton"
+    for folder in ("router", "transfer", "engine", "kv", "workers"):
+        for path in (package / folder).glob("*.py"):
+            if str(path.relative_to(package)) in WALL_CLOCK:
+                continue
+            for line in path.read_text().splitlines():
+                if "time.time(" in line or "datetime.now" in line or "utcnow" in line:
+                    assert "created" in line, f"{path.name}: {line.strip()}"
