@@ -193,17 +193,18 @@ def locals_(
     prompt, prompts = request.num_prompt_tokens, request.num_prompts
     found = []
     for member, landing in zip(members, _landings(request, members, costs, limits), strict=True):
-        _, _, name, admission_s, step_s, harm_s, _, violation = landing
+        _, _, name, _, step_s, harm_s, _, violation = landing
         cost = workers.get(name, usual)
         streams, queued = min(member.num_requests, member.max_running), member.queued_tokens
         slowdown, token_s, chunk_s = cost.slowdown, cost.prefill_token_s, cost.prefill_fixed_s
+        rest_s = member.overdue_s
         if streams:
-            chunk_s += cost.step_sequence_s * streams + cost.step_context_s * member.context_tokens
+            rows_s = cost.step_sequence_s * streams + cost.step_context_s * member.context_tokens
+            chunk_s += rows_s
+            rest_s += slowdown * (cost.step_fixed_s + rows_s) / 2  # of the step under way
         budget = max(1, member.chunk_tokens - streams)
         tokens = max(1, prompt - member.cached_tokens)
-        queue_s = slowdown * cost.queue_scale * (queued * token_s + -(-queued // budget) * chunk_s) + member.overdue_s
-        if streams and not queued:
-            queue_s += admission_s  # the step under way
+        queue_s = slowdown * cost.queue_scale * (queued * token_s + -(-queued // budget) * chunk_s) + rest_s
         held_up_s = slowdown * tokens * (token_s + cost.prefill_pair_s * (prompt - tokens / 2) / prompts)
         prefill_s = slowdown * -(-tokens // budget) * chunk_s + held_up_s
         ttft_s = overhead_s + queue_s + prefill_s

@@ -7,9 +7,9 @@
     link     exposed = alpha + bytes x (1/beta), less what prefill hides              from reports of hand-offs
     fleet    overheads by path, mean output                                           from reports
 
-Each model starts from the prior (cold start, or a profile). Beside each worker's own there is one of all workers: a
-worker counts as one of them until it has samples of its own, and again when those are old, so that one that was slow
-and lost its traffic is tried again. ``slowdown`` reacts to single first tokens and fades in seconds, for the same end.
+Each model starts from the prior (cold start, or a profile). A worker counts as the usual one, the median of those that
+are known, until it has samples of its own, and again when those are old, so that one that was slow and lost its traffic
+is tried again. ``slowdown`` reacts to single first tokens and fades in seconds, for the same end.
 
 Invariants: pure, time is an argument; every parameter is finite and within physical limits; what ``costs`` returned is
 never changed afterwards. Knows nothing about how a placement is chosen.
@@ -39,12 +39,16 @@ STALE_HALF_S = 60.0  # what it measured so long ago counts half
 FADE_HALF_S = 5.0  # of the logarithm of a slowdown
 _SLOW_FROM = 2.0  # times the estimate; less is noise
 _SLOWEST = 64.0
+_AFTER_RESTART = 0.01  # of the weight of what the life before showed
+_TYPICAL_PREFILL = (1.0, 512.0, 512 * 256.0)  # what workers are compared by
+_TYPICAL_STEP = (1.0, 8.0, 8_000.0)
+_KNOWN_SAMPLES = 3
 _REFRESH_S = 0.25  # how old what only time changes may be
 _MOST_SUBTRACTED = 0.5  # of a measured time may be somebody else's work; beyond it says too little
 
 
 class WorkerModel:
-    """What is known of one worker, or of all of them together."""
+    """What is known of one worker."""
 
     def __init__(self, prior: WorkerCost, start_weight: float) -> None:
         self.prefill = Regression(
@@ -79,7 +83,8 @@ class Learning:
     def __init__(self, prior: FleetCosts | None = None, start_weight: float = START_WEIGHT) -> None:
         self._prior = prior or FleetCosts()
         self._start_weight = start_weight
-        self.fleet = WorkerModel(self._prior.worker, start_weight)
+        start = WorkerModel(self._prior.worker, start_weight)
+        self._usual_prefill, self._usual_step = start.prefill.parameters, start.step.parameters
         self.workers: dict[str, WorkerModel] = {}
         self.links: dict[tuple[str, str], Regression] = {}
         self._costs = self._prior
@@ -93,6 +98,11 @@ class Learning:
         if now_s - self._refreshed_s >= _REFRESH_S or now_s < self._refreshed_s:
             self._refreshed_s = now_s
             self._dirty.update(self.workers)
+            known = self.workers.values()
+            self._usual_prefill = _median([m.prefill for m in known], _TYPICAL_PREFILL, self._usual_prefill)
+            self._usual_step = _median([m.step for m in known], _TYPICAL_STEP, self._usual_step)
+            usual = WorkerCost(*self._usual_prefill, *self._usual_step)  # type: ignore[call-arg]
+            self._costs = msgspec.structs.replace(self._costs, worker=usual)
         if self._dirty:
             workers = dict(self._costs.workers)
             for name in self._dirty:
@@ -102,13 +112,12 @@ class Learning:
                 else:
                     workers[name] = self._worker_cost(model, now_s)
             self._dirty.clear()
-            usual = WorkerCost(*self.fleet.prefill.parameters, *self.fleet.step.parameters)  # type: ignore[misc]
-            self._costs = msgspec.structs.replace(self._costs, workers=workers, worker=usual)
+            self._costs = msgspec.structs.replace(self._costs, workers=workers)
         return self._costs
 
     def _worker_cost(self, model: WorkerModel, now_s: float) -> WorkerCost:
-        prefill = _blend(model.prefill, self.fleet.prefill, now_s - model.prefilled_s)
-        step = _blend(model.step, self.fleet.step, now_s - model.stepped_s)
+        prefill = _blend(model.prefill, self._usual_prefill, now_s - model.prefilled_s)
+        step = _blend(model.step, self._usual_step, now_s - model.stepped_s)
         fixed_s, token_s, pair_s = prefill
         step_s, sequence_s, context_s = step
         return WorkerCost(
@@ -118,6 +127,7 @@ class Learning:
     def model_of(self, name: str) -> WorkerModel:
         model = self.workers.get(name)
         if model is None:
+            self._dirty.add(name)
             model = self.workers[name] = WorkerModel(self._prior.worker, self._start_weight)
         return model
 
@@ -132,8 +142,8 @@ class Learning:
         """The same place, another process: probably as fast as before, but it has to show it."""
         model = self.workers.get(name)
         if model is not None:
-            model.prefill.doubt(0.1)
-            model.step.doubt(0.1)
+            model.prefill.doubt(_AFTER_RESTART)
+            model.step.doubt(_AFTER_RESTART)
             model.slow_log = 0.0
             self._dirty.add(name)
 
@@ -187,8 +197,7 @@ class Learning:
         if others_s > _MOST_SUBTRACTED * report.prefill_s:
             return
         features = (chunks, tokens, tokens * (report.num_prompt_tokens - tokens / 2))
-        for each in (model, self.fleet):
-            each.prefill.add(features, report.prefill_s - others_s)
+        model.prefill.add(features, report.prefill_s - others_s)
         model.prefilled_s = now_s
         self._dirty.add(view.name)
 
@@ -242,17 +251,20 @@ class Learning:
         if prompt_s > _MOST_SUBTRACTED * busy_s:
             return
         context_tokens = (before.num_blocks_used + after.num_blocks_used) / 2 * block_size
-        for each in (model, self.fleet):
-            each.step.add((1.0, rows / steps, context_tokens), (busy_s - prompt_s) / steps)
+        model.step.add((1.0, rows / steps, context_tokens), (busy_s - prompt_s) / steps)
         model.stepped_s = now_s
         self._dirty.add(name)
 
 
-def _blend(own: Regression, fleet: Regression, age_s: float) -> tuple[float, ...]:
-    """A worker's own parameters as far as they are known and fresh, those of all workers for the rest."""
+def _median(models: list[Regression], typical: tuple[float, ...], otherwise: tuple[float, ...]) -> tuple[float, ...]:
+    """Parameters of the middle one of those that are known, of two the faster."""
+    known = sorted((m for m in models if m.count >= _KNOWN_SAMPLES), key=lambda m: m.expect(typical))
+    return known[(len(known) - 1) // 2].parameters if known else otherwise
+
+
+def _blend(own: Regression, usual: tuple[float, ...], age_s: float) -> tuple[float, ...]:
+    """A worker's own parameters as far as they are known and fresh, the usual ones for the rest."""
     if not own.count:
-        return fleet.parameters
+        return usual
     trust = own.count / (own.count + _TRUST_SAMPLES) * 0.5 ** (max(0.0, age_s) / STALE_HALF_S)
-    return tuple(
-        trust * mine + (1.0 - trust) * all_ for mine, all_ in zip(own.parameters, fleet.parameters, strict=True)
-    )
+    return tuple(trust * mine + (1.0 - trust) * theirs for mine, theirs in zip(own.parameters, usual, strict=True))

@@ -22,6 +22,7 @@ _SMALLEST_SPREAD, _LARGEST_SPREAD = 0.02, 0.5
 _FAR_OFF, _BACK = 4.0, 0.5  # far samples on one side that are a change; what a near one takes off their count
 _LET_GO = 0.002  # of the weight of the past, after a change
 START_WEIGHT = 0.05  # samples that the start is worth
+_SHORTEST_S, _LONGEST_S = 1e-7, 1e5  # of a time that can be right
 _STAY = 1e-3  # pull towards the present value, as a share of what the samples say
 
 
@@ -59,7 +60,7 @@ class Regression:
     def add(self, features: Sequence[float], measured: float) -> None:
         """One sample. Those that take no time, or cannot be right, are not taken."""
         expected = self.expect(features)
-        if not 0.0 < measured < float("inf") or expected <= 0.0:
+        if not _SHORTEST_S <= measured <= _LONGEST_S or expected < _SHORTEST_S:
             return
         self.count += 1
         pace = max(0.05, 1.0 / self.count)
@@ -112,7 +113,8 @@ class Regression:
                     worst, most = i, beyond
             if worst is None:
                 for i, value in zip(free, found, strict=True):
-                    self._solution[i] = value
+                    low, high = self._bounds[i]
+                    self._solution[i] = min(max(value, low), high)
                 break
             low, high = self._bounds[worst]
             held[worst] = self._solution[worst] = low if found[free.index(worst)] < low else high

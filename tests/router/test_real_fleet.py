@@ -45,7 +45,8 @@ class RealFleet:
 
 
 @asynccontextmanager
-async def real_fleet(model_dir: Path, roles: dict[str, Role]) -> AsyncIterator[RealFleet]:
+async def real_fleet(model_dir: Path, roles: dict[str, Role], **settings: Any) -> AsyncIterator[RealFleet]:
+    """Always split, unless ``settings`` of the router say otherwise."""
     async with AsyncExitStack() as stack:
         workers, members = {}, []
         for name, role in roles.items():
@@ -58,7 +59,7 @@ async def real_fleet(model_dir: Path, roles: dict[str, Role]) -> AsyncIterator[R
             workers[name] = worker
             members.append(MemberSettings(url, role, name))
         fleet = await stack.enter_async_context(
-            running_fleet(Tokenizer.load(model_dir), {}, threshold_tokens=0)  # 0: always split
+            running_fleet(Tokenizer.load(model_dir), {}, **{"threshold_tokens": 0, **settings})
         )
         fleet.registry.set_members(members)
         await fleet.poll()
