@@ -20,7 +20,7 @@ TORCH_HERE_OR_NOT_NEEDED := import importlib.util, os, sys; from kvbaton.engine.
 	sys.exit(not importlib.util.find_spec("torch") and bool(available() or os.path.exists("/dev/nvidia0")))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve venv install test test-slow test-peer test-all lint format typecheck bench-engine bench-quality peers clean
+.PHONY: help serve venv install test test-slow test-peer test-all lint format typecheck bench-engine bench-quality reports peers clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -65,6 +65,11 @@ bench-engine: peers ## prefill, TPOT and output rate, one core each, against vLL
 
 bench-quality: $(VENV)/.tested ## perplexity and agreement of bfloat16, int8 and int4 against float32
 	@$(VENV)/bin/python -m benchmarks.quality $(ARGS)
+
+reports: $(VENV)/.installed ## the two comparisons kept in docs/reports, on a quiet machine (15 minutes)
+	@$(VENV)/bin/python -m benchmarks.reports profile
+	@$(VENV)/bin/python -m benchmarks.reports long
+	@$(VENV)/bin/python -m benchmarks.reports short
 
 clean: ## remove the environment and what was built
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -84,7 +84,8 @@ class LoadClient:
         self._lags_s: list[float] = []
         self._loop_lags_s: list[float] = []
         self._late: list[tuple[RequestSample, StreamReader]] = []
-        self.on_sample: Callable[[RequestSample], None] = lambda sample: None
+        # Called as soon as a request has ended, before its tokens are counted; it may not take long.
+        self.on_end: Callable[[RequestSample, StreamReader, float], None] = lambda sample, reader, zero_s: None
 
     async def warm_up(self, requests: Sequence[PlannedRequest], concurrency: int) -> list[RequestSample]:
         """Sends the warm-up, a few at a time, and waits for all: its cold starts stay out of the timed run."""
@@ -111,8 +112,11 @@ class LoadClient:
                 for request, data in prepared:
                     assert request.intended_s is not None, "an open loop has due instants"
                     pacer.at(self.zero_s + request.intended_s, send, request, data)
-                if prepared:
-                    await last.wait()
+                try:
+                    if prepared:
+                        await last.wait()
+                finally:
+                    pacer.clear()  # a run that is cancelled has requests still to come
 
         return samples, await self._timed(load)
 
@@ -208,6 +212,7 @@ class LoadClient:
             setattr(sample, name, None if value is None else round(value - self.zero_s, 6))
         sample.status = response.status
         sample.headers = {name: value for name, value in response.headers.items() if name in KEPT_HEADERS}
+        self.on_end(sample, reader, self.zero_s)
         # With a tokenizer, counting may cost milliseconds: it waits until the load is over.
         if self._encode is not None:
             self._late.append((sample, reader))
@@ -220,7 +225,6 @@ class LoadClient:
         fill_from_stream(sample, reader, self.zero_s, self._encode)
         if self.config.save_text:
             sample.text = "".join(chunk.text for chunk in reader.chunks)
-        self.on_sample(sample)
 
     def settle(self) -> None:
         """Counts the tokens that waited for the end of the load."""

@@ -78,6 +78,8 @@ class TuningRow(msgspec.Struct, frozen=True):
     p95_ttft_ms: float | None
     output_tokens_per_s: float
     chosen: bool
+    samples_file: str = ""
+    samples_sha256: str = ""
 
 
 class RateResult(msgspec.Struct, frozen=True):
@@ -231,6 +233,8 @@ async def _tune(
                 p95_ttft_ms=_ms(found.p("ttft", "p95")),
                 output_tokens_per_s=found.rates.output_tokens_per_s,
                 chosen=False,
+                samples_file=path.name,
+                samples_sha256=file_sha256(path),
             )
         )
         tell(f"tuning {' '.join(flags) or '(defaults)'}: {_line(arm, spec.rates_per_s[0], found)}")

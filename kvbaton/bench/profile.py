@@ -1,19 +1,26 @@
 """A running worker's step times and its goodput by phase, measured from outside over its HTTP door.
 
 Prefill: prompts alone, of several lengths, fresh and on top of a cached context; the time to their one token. Decode:
-several streams at once at several context lengths; the gap between tokens while all of them run. Both kinds of rows fit
-one linear step model (plan/step_time); each row is also predicted by a fit that never saw it, and those errors are the
-ones reported. Prefill-only and decode-only goodput are searched under a TTFT gate and a TPOT gate apart.
+several streams at once at several context lengths; the gap between tokens while all of them run.
 
-Knows nothing about what the planner does with it.
+Rows are measured in rounds, every round in another order, so that a drift of the machine does not sit on one kind of
+row. A row is measured again until its median is known to within ``stable_within``, or the rounds are used up. Samples
+during which this client itself was held up are dropped, and so are those far from their row's median; how many is kept
+with the row. Rows fit one linear step model (plan/step_time). Rows in between, measured in the same rounds, are held
+out of the fit, and the error reported is theirs.
+
+Prefill-only and decode-only goodput are searched under a TTFT gate and a TPOT gate apart. Knows nothing about what the
+planner does with it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from random import Random
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -23,7 +30,7 @@ from kvbaton.bench.goodput import Goodput
 from kvbaton.bench.goodput_run import search_goodput
 from kvbaton.bench.prompts import PromptBuilder
 from kvbaton.bench.runner import load_tokenizer, origin_of, served_model
-from kvbaton.bench.samples import RequestSample
+from kvbaton.bench.samples import ClientReport, RequestSample
 from kvbaton.bench.stats import Gates
 from kvbaton.bench.workload import LoadSpec
 from kvbaton.plan.least_squares import relative_nonnegative
@@ -32,6 +39,10 @@ from kvbaton.types import LocalError, RemoteError
 
 Tell = Callable[[str], None]
 NUM_FOLDS = 5
+# A client that turned this late saw what it measures late.
+LATE_MS = 5.0
+# Of the median, in standard deviations as the median deviation gives them: beyond it a sample is no noise.
+OUTLIER = 4.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,10 @@ class ProfileSpec:
     cached_tokens: tuple[int, ...] = (0, 512)
     decode_batches: tuple[int, ...] = (1, 2, 4, 8)
     decode_contexts: tuple[int, ...] = (64, 512)
-    repeats: int = 3
+    repeats: int = 3  # of each row at least
+    max_repeats: int = 8  # of rows that are not stable by then
+    budget_s: float = 120.0  # no further round that would end later
+    stable_within: float = 0.02  # half width of what the median of a row is known to, relative
     decode_steps: int = 24
     chunk_tokens: int = 512  # the worker's step budget: a prompt longer than it takes several steps
     ttft_gate_s: float | None = None
@@ -58,21 +72,73 @@ class ProfileSpec:
 
 
 class PrefillRow(msgspec.Struct, frozen=True):
-    """Median over the repeats. ``cached`` is what the server says it found in its cache."""
+    """Median over the samples kept. ``cached`` is what the server says it found in its cache."""
 
     tokens: int  # computed
     cached: int
     seconds: float
+    held_out: bool = False
+    num: int = 1  # samples kept
+    dropped: int = 0
+    half_width: float = 0.0  # what the median is known to, relative
 
 
 class DecodeRow(msgspec.Struct, frozen=True):
     batch: int
     context_tokens: int  # of all streams together, middle of the window
     seconds: float  # of one step
+    held_out: bool = False
+    num: int = 1
+    dropped: int = 0
+    half_width: float = 0.0
+
+
+class _Wanted:
+    """One row on its way: what to send, and what came of it."""
+
+    def __init__(self, kind: Literal["prefill", "decode"], size: int, context: int, held_out: bool) -> None:
+        self.kind: Literal["prefill", "decode"] = kind
+        self.size = size  # tokens to compute, or streams
+        self.context = context
+        self.held_out = held_out
+        self.times: list[float] = []
+        self.late: list[float] = []  # while the client was held up
+        self.hits: list[int] = []
+        self.prompts: list[list[int]] = []
+
+    @property
+    def kept(self) -> tuple[list[float], int]:
+        """Samples near the median, and how many were dropped. Late ones count only where there are no others."""
+        times = self.times or self.late
+        near = undisturbed(times)
+        return near, len(self.times) + len(self.late) - len(near)
+
+    def settled(self, spec: ProfileSpec) -> bool:
+        kept, _ = self.kept
+        return len(kept) >= spec.repeats and half_width(kept) <= spec.stable_within
+
+
+def undisturbed(times: Sequence[float]) -> list[float]:
+    """Without those that lie too far from the median to be noise."""
+    if len(times) < 3:
+        return list(times)
+    middle = float(np.median(times))
+    spread = 1.4826 * float(np.median(np.abs(np.array(times) - middle)))
+    allowed = OUTLIER * max(spread, 0.005 * middle)
+    return [time for time in times if abs(time - middle) <= allowed]
+
+
+def half_width(times: Sequence[float]) -> float:
+    """What the median is known to, relative: 1.96 standard errors, from the median deviation."""
+    if len(times) < 2:
+        return float("inf")
+    middle = float(np.median(times))
+    spread = 1.4826 * float(np.median(np.abs(np.array(times) - middle)))
+    return 1.96 * 1.2533 * spread / len(times) ** 0.5 / middle
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """``errors`` are relative, of rows predicted by a fit without them."""
+    """``errors`` are relative, of rows predicted by a fit without them: the held-out rows, or each row in turn."""
 
     model: StepModel
     request_overhead_s: float
@@ -96,8 +162,7 @@ async def profile(spec: ProfileSpec, tell: Tell) -> ProfileResult:
     """A minute or so for a small model; the goodput searches take ``trials`` x ``trial_s`` each on top."""
     name = spec.model or (await served_model(spec.url, spec.headers))[0]
     probe = _Probe(spec, name)
-    prefill = await probe.prefill(tell)
-    decode = await probe.decode(tell)
+    prefill, decode = await probe.rows(tell)
     fit = fit_steps(prefill, decode, spec.chunk_tokens)
     tell(f"fit: held-out error median {fit.held_out_median:.1%}, worst {fit.held_out_max:.1%}")
     return ProfileResult(
@@ -123,48 +188,78 @@ class _Probe:
         self._builder = PromptBuilder(tokenized.codec, spec.seed, tokenized.count)
         self._num = 0
 
-    async def prefill(self, tell: Tell) -> list[PrefillRow]:
-        rows = []
+    async def rows(self, tell: Tell) -> tuple[list[PrefillRow], list[DecodeRow]]:
+        """All rows, in rounds of changing order."""
+        spec, chance = self._spec, Random(self._spec.seed)
+        wanted = wanted_rows(spec)
         await self._send([self._prompt(32, 0)], 1)  # wakes everything up
-        for cached in self._spec.cached_tokens:
-            for tokens in self._spec.prefill_tokens:
-                times: list[float] = []
-                found: list[int] = []
-                for _ in range(self._spec.repeats):
-                    prompt = self._prompt(cached + tokens, cached)
-                    if cached:
-                        await self._send([prompt[:cached]], 1)
-                    (sample,) = await self._send([prompt], 1)
-                    times.append(_ttft(sample))
-                    found.append(sample.cached_tokens or 0)
-                hit = int(np.median(found))
-                rows.append(PrefillRow(cached + tokens - hit, hit, float(np.median(times))))
-                tell(f"prefill {rows[-1].tokens} tokens after {hit} cached: {rows[-1].seconds * 1e3:.1f} ms")
+        began_s = ended_s = time.monotonic()
+        for number in range(max(spec.repeats, spec.max_repeats)):
+            left = [each for each in wanted if not each.settled(spec)]
+            if not left:
+                break
+            chance.shuffle(left)
+            for each in left:
+                await self._measure(each)
+            round_s, ended_s = time.monotonic() - ended_s, time.monotonic()
+            tell(f"round {number + 1}: {len(left)} rows measured, {sum(not e.settled(spec) for e in left)} not stable")
+            if ended_s + round_s > began_s + spec.budget_s:
+                tell(f"no time for another round within {spec.budget_s:g} s")
+                break
+        return self._prefill_rows(wanted, tell), self._decode_rows(wanted, tell)
+
+    async def _measure(self, each: _Wanted) -> None:
+        if each.kind == "prefill":
+            prompt = self._prompt(each.context + each.size, each.context)
+            if each.context:
+                await self._send([prompt[: each.context]], 1)
+            (sample,), report = await self._send([prompt], 1)
+            found = _ttft(sample)
+            each.hits.append(sample.cached_tokens or 0)
+        else:
+            each.prompts = each.prompts or [self._prompt(each.context, 0) for _ in range(each.size)]
+            # Prefill first, into the cache: else the first streams would be done before the last ones start.
+            await self._send(each.prompts, 1)
+            samples, report = await self._send(each.prompts, self._spec.decode_steps + 2 * each.size)
+            steps = joint_steps(samples)
+            if not steps:
+                return
+            found = float(np.median(steps))
+        late = max(report.lag_max_ms, report.loop_lag_max_ms) > LATE_MS
+        (each.late if late else each.times).append(found)
+
+    def _prefill_rows(self, wanted: Sequence[_Wanted], tell: Tell) -> list[PrefillRow]:
+        rows = []
+        for each in wanted:
+            if each.kind != "prefill":
+                continue
+            kept, dropped = each.kept
+            hit, middle = int(np.median(each.hits)), float(np.median(kept))
+            rows.append(PrefillRow(each.context + each.size - hit, hit, middle, each.held_out, len(kept), dropped,
+                                   half_width(kept)))  # fmt: skip
+            tell(f"prefill {rows[-1].tokens} tokens after {hit} cached: {middle * 1e3:.1f} ms{_said(rows[-1])}")
         return rows
 
-    async def decode(self, tell: Tell) -> list[DecodeRow]:
+    def _decode_rows(self, wanted: Sequence[_Wanted], tell: Tell) -> list[DecodeRow]:
         rows = []
-        for context in self._spec.decode_contexts:
-            for batch in self._spec.decode_batches:
-                steps: list[float] = []
-                for _ in range(self._spec.repeats):
-                    prompts = [self._prompt(context, 0) for _ in range(batch)]
-                    # Prefill first, in the cache: else the first streams would be done before the last ones start.
-                    await self._send(prompts, 1)
-                    steps += joint_steps(await self._send(prompts, self._spec.decode_steps + 2 * batch))
-                if not steps:
-                    tell(f"decode batch {batch} at context {context}: the streams never ran together; left out")
-                    continue
-                middle = context + self._spec.decode_steps // 2 + batch
-                rows.append(DecodeRow(batch, batch * middle, float(np.median(steps))))
-                tell(f"decode batch {batch} at context {middle}: {rows[-1].seconds * 1e3:.2f} ms a step")
+        for each in wanted:
+            if each.kind != "decode":
+                continue
+            kept, dropped = each.kept
+            if not kept:
+                tell(f"decode batch {each.size} at context {each.context}: streams never ran together; left out")
+                continue
+            middle = each.context + self._spec.decode_steps // 2 + each.size
+            rows.append(DecodeRow(each.size, each.size * middle, float(np.median(kept)), each.held_out, len(kept),
+                                  dropped, half_width(kept)))  # fmt: skip
+            tell(f"decode batch {each.size} at context {middle}: {rows[-1].seconds * 1e3:.2f} ms{_said(rows[-1])}")
         return rows
 
     def _prompt(self, tokens: int, cached: int) -> list[int]:
         self._num += 1
         return self._builder.ids(tokens, str(self._num), (self._num,) if cached else (), cached)
 
-    async def _send(self, prompts: Sequence[list[int]], max_tokens: int) -> list[RequestSample]:
+    async def _send(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[RequestSample], ClientReport]:
         body: dict[str, Any] = {
             "model": self._load.model,
             "max_tokens": max_tokens,
@@ -181,13 +276,43 @@ class _Probe:
             for number, prompt in enumerate(prompts)
         ]
         try:
-            samples, _ = await client.run_open(requests)
+            samples, report = await client.run_open(requests)
         finally:
             client.pool.close()
         for sample in samples:
             if not sample.ok:
                 raise RemoteError(f"a probe of {sample.prompt_tokens} tokens failed: {sample.error}", field="profile")
-        return samples
+        return samples, report
+
+
+def wanted_rows(spec: ProfileSpec) -> list[_Wanted]:
+    """The grid that is fitted, and rows between its points that are not."""
+    rows = [
+        _Wanted("prefill", tokens, cached, False) for cached in spec.cached_tokens for tokens in spec.prefill_tokens
+    ]
+    rows += [_Wanted("decode", batch, at, False) for at in spec.decode_contexts for batch in spec.decode_batches]
+    contexts = [*_between(spec.cached_tokens), *spec.cached_tokens[-1:]]
+    lengths = _between(spec.prefill_tokens)[::2]
+    rows += [_Wanted("prefill", tokens, contexts[n % len(contexts)], True) for n, tokens in enumerate(lengths)]
+    contexts = _between(spec.decode_contexts) or list(spec.decode_contexts)
+    batches = _between(spec.decode_batches)[-2:]
+    rows += [_Wanted("decode", batch, contexts[n % len(contexts)], True) for n, batch in enumerate(batches)]
+    return rows
+
+
+def _between(points: Sequence[int]) -> list[int]:
+    """Whole numbers strictly between neighbours, near their geometric middle."""
+    found = []
+    for low, high in pairwise(sorted(set(points))):
+        middle = round((max(low, 1) * high) ** 0.5) if low else high // 2
+        if low < middle < high:
+            found.append(middle)
+    return found
+
+
+def _said(row: PrefillRow | DecodeRow) -> str:
+    dropped = f", {row.dropped} dropped" if row.dropped else ""
+    return f" ({row.num} samples{dropped}, known to {row.half_width:.1%}{', held out' if row.held_out else ''})"
 
 
 def _ttft(sample: RequestSample) -> float:
@@ -210,7 +335,10 @@ def joint_steps(samples: Sequence[RequestSample]) -> list[float]:
 
 
 def fit_steps(prefill: Sequence[PrefillRow], decode: Sequence[DecodeRow], chunk_tokens: int) -> Fit:
-    """Coefficients that are not negative, by relative error; the error of each row by a fit without its fold."""
+    """Coefficients that are not negative, by relative error.
+
+    The errors are those of the held-out rows, or where there are none of each row by a fit without its fold.
+    """
     features = np.array(
         [_prefill_features(row, chunk_tokens) for row in prefill] + [_decode_features(r) for r in decode]
     )
@@ -219,12 +347,20 @@ def fit_steps(prefill: Sequence[PrefillRow], decode: Sequence[DecodeRow], chunk_
         raise LocalError(
             f"{len(measured)} rows are too few for {features.shape[1]} coefficients", field="profile", fix="add sizes"
         )
-    errors = np.zeros(len(measured))
-    folds = np.arange(len(measured)) % NUM_FOLDS
-    for fold in range(NUM_FOLDS):
-        kept = folds != fold
-        coefficients = relative_nonnegative(features[kept], measured[kept])
-        errors[~kept] = features[~kept] @ coefficients / measured[~kept] - 1.0
+    aside = np.array([row.held_out for row in prefill] + [row.held_out for row in decode])
+    if (~aside).sum() < features.shape[1]:
+        raise LocalError("too few rows are left to fit", field="profile", fix="add sizes")
+    if aside.any():
+        coefficients = relative_nonnegative(features[~aside], measured[~aside])
+        errors = features[aside] @ coefficients / measured[aside] - 1.0
+        features, measured = features[~aside], measured[~aside]
+    else:
+        errors = np.zeros(len(measured))
+        folds = np.arange(len(measured)) % NUM_FOLDS
+        for fold in range(NUM_FOLDS):
+            kept = folds != fold
+            coefficients = relative_nonnegative(features[kept], measured[kept])
+            errors[~kept] = features[~kept] @ coefficients / measured[~kept] - 1.0
     overhead, fixed, per_token, per_pair, per_sequence, per_context = relative_nonnegative(features, measured)
     size = np.abs(errors)
     return Fit(

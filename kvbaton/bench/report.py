@@ -321,7 +321,7 @@ def _arms(result: CompareResult) -> str:
     return "".join(parts)
 
 
-TUNING_HEAD = ("flags", "in gates", "p95 TTFT ms", "p95 ITL ms", "tokens/s", "")
+TUNING_HEAD = ("flags", "in gates", "p95 TTFT ms", "p95 ITL ms", "tokens/s", "", "samples")
 
 
 def tuning_rows(result: CompareResult) -> list[list[str]]:
@@ -333,6 +333,7 @@ def tuning_rows(result: CompareResult) -> list[list[str]]:
             "" if row.p95_itl_ms is None else f"{row.p95_itl_ms:.1f}",
             f"{row.output_tokens_per_s:.1f}",
             "chosen" if row.chosen else "",
+            f"{row.samples_file} sha256 {row.samples_sha256[:16]}" if row.samples_file else "",
         ]
         for row in result.tuning
     ]

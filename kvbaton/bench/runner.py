@@ -16,7 +16,8 @@ import msgspec
 from kvbaton.bench.client import ClientConfig, LoadClient, Progress
 from kvbaton.bench.http_stream import HttpPool
 from kvbaton.bench.prompts import Codec, PromptBuilder
-from kvbaton.bench.samples import RequestSample, Run, RunFooter, RunHeader, versions, write_run
+from kvbaton.bench.samples import Journal, RequestSample, Run, RunFooter, RunHeader, versions, write_run
+from kvbaton.bench.samples_parquet import pyarrow
 from kvbaton.bench.server_metrics import Scrape, parse, transfer_between
 from kvbaton.bench.workload import LoadSpec, RequestFactory, plan_work
 from kvbaton.types import LocalError, RemoteError
@@ -119,8 +120,11 @@ async def run_load(
     samples_path: Path | None = None,
     watch: Callable[[Progress], None] = lambda progress: None,
 ) -> Run:
-    """Runs the load and returns all samples; with ``samples_path`` they are also kept in that file."""
+    """Runs the load and returns all samples; with ``samples_path`` they are also kept in that file, and each in the
+    journal beside it as soon as it is there."""
     headers = headers or {}
+    if samples_path is not None and samples_path.suffix == ".parquet":
+        pyarrow()  # before anything runs
     root = ""
     if not spec.model:
         name, root = await served_model(spec.url, headers)
@@ -148,6 +152,10 @@ async def run_load(
     header = _header(spec, tokenized, headers, notes)
     urls = metrics_urls or (spec.url,)
     before = await scrape(urls)
+    journal = Journal(samples_path, header) if samples_path is not None else None
+    if journal is not None:
+        client.on_end = journal.append
+    done = False
     try:
         warmed = await client.warm_up(warm, spec.warmup_concurrency) if warm else []
         if spec.arrivals == "closed":
@@ -155,15 +163,19 @@ async def run_load(
             _phase_by_start(samples, spec)
         else:
             samples, report = await client.run_open(timed)
+        client.pool.close()
+        after = await scrape(urls)
+        wall_s = max((sample.closed_s or sample.started_s for sample in samples), default=0.0)
+        footer = RunFooter(report, wall_s, _server(before, after), client.zero_s)
+        run = Run(header, [*warmed, *sorted(samples, key=lambda sample: sample.index)], footer)
+        if samples_path is not None:
+            write_run(samples_path, run)
+        done = True
+        return run
     finally:
         client.pool.close()
-    after = await scrape(urls)
-    wall_s = max((sample.closed_s or sample.started_s for sample in samples), default=0.0)
-    footer = RunFooter(report, wall_s, _server(before, after), client.zero_s)
-    run = Run(header, [*warmed, *sorted(samples, key=lambda sample: sample.index)], footer)
-    if samples_path is not None:
-        write_run(samples_path, run)
-    return run
+        if journal is not None:
+            journal.close(done)
 
 
 def _phase_by_start(samples: Sequence[RequestSample], spec: LoadSpec) -> None:

@@ -1,5 +1,8 @@
 """One request as it was measured, and the file that keeps every chunk of every request.
 
+A run that is under way appends each request to a second file beside it as soon as it ends (``Journal``), so that a
+client that dies leaves what it saw; the whole file takes its place when the run is over.
+
 Invariants: all times are seconds on one clock, zero at the start of the run; ``intended_s`` is when the request was
 due, and every headline latency counts from it. A file is JSON lines: a header with the whole configuration, one line
 per request, a footer with what the client knows of itself. So a file with no footer is a run that was cut short.
@@ -238,14 +241,75 @@ class SampleWriter:
 
 
 def write_run(path: Path, run: Run) -> None:
-    with SampleWriter(path, run.header) as writer:
-        for sample in run.samples:
-            writer.write(sample)
-        writer.finish(run.footer)
+    """The whole file at once: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.half{path.suffix}")
+    if path.suffix == ".parquet":
+        from kvbaton.bench.samples_parquet import write_parquet
+
+        write_parquet(half, run)
+    else:
+        with SampleWriter(half, run.header) as writer:
+            for sample in run.samples:
+                writer.write(sample)
+            writer.finish(run.footer)
+    half.replace(path)
+
+
+class Journal:
+    """Samples as they come, one line each and no buffer of ours: what the client saw outlives it.
+
+    Output tokens are not counted yet (chunks stand for tokens), for counting may wait until the load is over.
+    """
+
+    def __init__(self, path: Path, header: RunHeader) -> None:
+        self.path = path.with_name(f"{path.name}.part")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("wb", buffering=0)
+        self._line({"kind": "header", **msgspec.to_builtins(header)})
+
+    def append(self, sample: RequestSample, reader: StreamReader, zero_s: float) -> None:
+        seen = msgspec.structs.replace(sample)
+        fill_from_stream(seen, reader, zero_s, None)
+        self._line({"kind": "request", **msgspec.to_builtins(seen)})
+
+    def _line(self, record: dict[str, Any]) -> None:
+        self._file.write(msgspec.json.encode(record) + b"\n")
+
+    def close(self, done: bool) -> None:
+        """``done``: the whole file is there, and this one is not needed any more."""
+        self._file.close()
+        if done:
+            self.path.unlink()
+
+
+def recover(path: Path) -> Run:
+    """What a run that was cut short left in its ``.part`` file; marked as not valid. A torn last line is left out."""
+    header: RunHeader | None = None
+    samples: list[RequestSample] = []
+    for line in _lines(path):
+        try:
+            record = msgspec.json.decode(line)
+            kind = record.pop("kind")
+            if kind == "header":
+                header = msgspec.convert(record, RunHeader)
+            elif kind == "request":
+                samples.append(msgspec.convert(record, RequestSample))
+        except (msgspec.MsgspecError, AttributeError, KeyError):
+            break
+    if header is None:
+        raise LocalError(f"{path} does not begin as a samples file", field="samples")
+    report = ClientReport(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, False, ["the run was cut short"])
+    wall_s = max((sample.closed_s or sample.started_s for sample in samples), default=0.0)
+    return Run(header, samples, RunFooter(report, wall_s))
 
 
 def read_run(path: Path) -> Run:
     """Reads a samples file; LocalError with the line when it is not one or was cut short."""
+    if path.suffix == ".parquet":
+        from kvbaton.bench.samples_parquet import read_parquet
+
+        return read_parquet(path)
     header: RunHeader | None = None
     footer: RunFooter | None = None
     samples: list[RequestSample] = []

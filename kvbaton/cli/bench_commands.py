@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option("--header", multiple=True, help="'Name: value' sent with every request.")
 @click.option("--api-key", envvar="OPENAI_API_KEY", help="Bearer token; never written to a file.")
 @click.option(
-    "--samples", type=click.Path(dir_okay=False, path_type=Path), help="Keep every chunk: .jsonl or .jsonl.gz"
+    "--samples", type=click.Path(dir_okay=False, path_type=Path), help="Keep every chunk: .jsonl, .jsonl.gz or .parquet"
 )
 @realtime_option
 @click.option("--quiet", is_flag=True, help="No progress bar.")
@@ -183,11 +183,11 @@ def compare_command(**given: Any) -> None:
     if given["as_json"]:
         print_json(found.result)
     else:
+        click.echo(f"{found.result.verdict.sentence}\n")
         for row in comparison_rows(found.result.rates[0]):
             click.echo(f"{row[0]:<34}{row[1]:<28}{row[2]:<28}{row[3]:<22}{row[5]}")
         for arm, rate, name, predicted, measured, error in simulated_rows(found.result):
             click.echo(f"simulated {arm} at {rate}/s, {name}: {predicted} ms, measured {measured} ms ({error})")
-        click.echo(f"\n{found.result.verdict.sentence}")
         click.echo(f"see {paths[0]}", err=True)
     if found.result.verdict.decision != "split":
         sys.exit(1)
@@ -367,7 +367,9 @@ def _default_model() -> Path:
 @click.option("--cached-tokens", default="0,512", show_default=True, help="Cached contexts before them.")
 @click.option("--batches", default="1,2,4,8", show_default=True, help="Decode batches to time.")
 @click.option("--contexts", default="64,512", show_default=True, help="Context lengths to decode at.")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Samples of each row at least.")
+@click.option("--max-repeats", type=click.IntRange(1), default=8, show_default=True, help="Of rows not stable by then.")
+@click.option("--budget", type=float, default=120.0, show_default=True, help="Seconds the rows may take.")
 @click.option(
     "--chunk-tokens", type=click.IntRange(1), default=512, show_default=True, help="The worker's step budget."
 )
@@ -398,6 +400,8 @@ def profile_command(url: str, **given: Any) -> None:
         decode_batches=numbers(given["batches"], "batches"),
         decode_contexts=numbers(given["contexts"], "contexts"),
         repeats=given["repeats"],
+        max_repeats=given["max_repeats"],
+        budget_s=given["budget"],
         chunk_tokens=given["chunk_tokens"],
         ttft_gate_s=None if given["ttft_slo"] is None else given["ttft_slo"] / 1e3,
         tpot_gate_s=None if given["tpot_slo"] is None else given["tpot_slo"] / 1e3,

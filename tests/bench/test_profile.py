@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from kvbaton.bench.link import LinkResult, LinkSize
-from kvbaton.bench.profile import DecodeRow, PrefillRow, ProfileResult, fit_steps, joint_steps
+from kvbaton.bench.profile import (
+    DecodeRow,
+    PrefillRow,
+    ProfileResult,
+    ProfileSpec,
+    fit_steps,
+    half_width,
+    joint_steps,
+    profile,
+    undisturbed,
+    wanted_rows,
+)
 from kvbaton.bench.profile_export import limits_of, origin_of_run, to_profile_file
 from kvbaton.bench.samples import RequestSample
+from kvbaton.bench.scripted import Script, ScriptedServer, even_script
 from kvbaton.kv.layout import KVLayout
 from kvbaton.plan.profile_file import fit_steps as fit_planner_steps
 from kvbaton.plan.profile_file import read_profile, write_profile
@@ -83,3 +97,53 @@ def test_only_gaps_while_all_streams_are_open_count() -> None:
     found = joint_steps([stream(0.0, 0.1, 0.2, 0.3, 0.4), stream(0.15, 0.25, 0.35, 0.9)])
     assert sorted(round(gap, 3) for gap in found) == [0.1, 0.1, 0.1, 0.1]
     assert joint_steps([stream(0.0, 0.1), stream(0.0, 0.1, 0.2)]) == []
+
+
+def test_samples_far_from_their_row_are_dropped_and_noise_is_not() -> None:
+    assert undisturbed([0.100, 0.101, 0.099, 0.102, 0.180]) == [0.100, 0.101, 0.099, 0.102]
+    assert undisturbed([0.100, 0.110, 0.090, 0.120, 0.085]) == [0.100, 0.110, 0.090, 0.120, 0.085]
+    assert half_width([0.1, 0.1, 0.1]) == 0.0
+    assert half_width([0.1]) == float("inf")
+    assert half_width([0.100, 0.110, 0.090] * 4) < half_width([0.100, 0.110, 0.090])
+
+
+def test_held_out_rows_lie_between_those_that_are_fitted() -> None:
+    spec = ProfileSpec("http://x")
+    rows = wanted_rows(spec)
+    held = {kind: [(row.size, row.context) for row in rows if row.held_out and row.kind == kind]
+            for kind in ("prefill", "decode")}  # fmt: skip
+    fitted = {kind: {row.size for row in rows if not row.held_out and row.kind == kind} for kind in held}
+    for kind, found in held.items():
+        assert len(found) >= 2
+        for size, _ in found:
+            assert size not in fitted[kind]
+            assert min(fitted[kind]) < size < max(fitted[kind])
+
+
+def test_the_error_is_of_the_held_out_rows_alone() -> None:
+    prefill, decode = rows(0.0)
+    wrong = PrefillRow(300, 0, 1.10 * (0.006 + TRUTH.prefill_s(300, 0, 512)), held_out=True)
+    found = fit_steps([*prefill, wrong], decode, 512)
+    assert found.errors == pytest.approx((1 / 1.10 - 1.0,), rel=1e-3)
+    assert found.model.per_token_s == pytest.approx(TRUTH.per_token_s, rel=1e-3)
+
+
+async def test_probes_of_a_server_that_keeps_time_and_stumbles_now_and_then(default_model_path: Path) -> None:
+    """Known step times, and one answer in nine half a second late: the rows must not show it."""
+    answered = itertools.count()
+
+    def choose(number: int, body: dict[str, Any]) -> Script:
+        prompt, max_tokens = len(body["prompt"]), int(body["max_tokens"])
+        first = TRUTH.prefill_s(prompt, 0, 512) + (0.5 if next(answered) % 9 == 8 else 0.0)
+        return even_script(first, TRUTH.step_s(StepWork(num_decodes=1, context_tokens=prompt)), max_tokens, prompt)
+
+    async with ScriptedServer(choose) as server:
+        spec = ProfileSpec(
+            server.url, prefill_tokens=(16, 64, 256, 512), cached_tokens=(0,), decode_batches=(1, 2), max_repeats=6,
+            decode_contexts=(64, 256), decode_steps=6, model="scripted", tokenizer=str(default_model_path),
+        )  # fmt: skip
+        found = await profile(spec, lambda line: None)
+    assert any(row.dropped for row in found.prefill), "no answer of a row was late, so nothing was shown"
+    for row in found.prefill:
+        assert row.seconds == pytest.approx(TRUTH.prefill_s(row.tokens, 0, 512), rel=0.3, abs=0.02)
+    assert any(row.held_out for row in found.prefill)

@@ -1,0 +1,108 @@
+"""The two comparisons that are kept: where splitting two workers wins, and where it loses. Six minutes each at most.
+
+    python -m benchmarks.reports profile    a worker like those compared, for the simulator's word    (2 min)
+    python -m benchmarks.reports long       long prompts arrive into open streams: the split wins     (6 min)
+    python -m benchmarks.reports short      short prompts, long answers: one decode worker is too few (6 min)
+    python -m benchmarks.reports long --small       a minute, to see that it works; proves nothing
+
+Two cores, one for each worker; nothing else should run, and the comparison says so itself if something does. Reports go
+to docs/reports/NAME. Exit code 0: the verdict is the one expected; 1: it is another; 2: a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+KVBATON = [sys.executable, "-m", "kvbaton.cli.main"]
+ARMS = ["--colocated", "2", "--prefill", "1", "--decode", "1"]
+# Prompts above 64 uncached tokens are handed over and others stay where they decode, in every run: a policy that
+# learns would be another one in each of them.
+COMMON = ["--up-flag=--threads=1", "--up-flag=--threshold-tokens=64", "--realtime", "--max-lag-ms", "20", "--quiet"]
+COMPARISONS: dict[str, dict[str, Any]] = {
+    # A prompt of 1,500 tokens holds a worker for over a second, in chunks that every open stream waits for: on one pool
+    # a step with a chunk of 256 takes ten times one without. Half the requests are such prompts, so that more than one
+    # gap in twenty is hit, and one prefill worker is just enough for them.
+    "long": {
+        "expected": "split",
+        "report": "long-prompts",
+        "load": [
+            *("--title", "Long prompts into open streams: 2 colocated against 1 prefill + 1 decode"),
+            *("--rate", "1.2", "--input", "mix:32@1,1500@1", "--output", "64"),
+            *("--ttft-slo", "15000", "--tpot-slo", "50"),
+            *("--tune", "--chunk-tokens 256", "--tune", "--chunk-tokens 128"),
+        ],
+        "duration": 40,
+        "small": 15,
+    },
+    # Short prompts are hardly any work for a prefill worker; answers of 128 tokens at this rate are what two workers
+    # decode with 14 streams each, and one with more than 60.
+    "short": {
+        "expected": "do not split",
+        "report": "short-prompts",
+        "load": [
+            *("--title", "Short prompts and long answers: 2 colocated against 1 prefill + 1 decode"),
+            *("--rate", "5", "--input", "uniform:16:40", "--output", "128"),
+            *("--ttft-slo", "1000", "--tpot-slo", "70"),
+        ],
+        "duration": 45,
+        "small": 15,
+    },
+}
+
+
+def compare(name: str, small: bool, profile: Path) -> int:
+    wanted = COMPARISONS[name]
+    out = Path("compare-small" if small else "docs/reports") / wanted["report"]
+    command = [*KVBATON, "compare", *ARMS, *COMMON, *wanted["load"], "--out", str(out)]
+    command += ["--duration", str(wanted["small" if small else "duration"]), "--warmup", "4", "--cooldown", "5"]
+    if profile.exists():
+        command += ["--profile", str(profile)]
+    if subprocess.run(command, check=False).returncode not in (0, 1):
+        return 2
+    decision = json.loads((out / "report.json").read_text())["verdict"]["decision"]
+    print(f"{name}: {decision}, expected {wanted['expected']}", file=sys.stderr)
+    return int(decision != wanted["expected"])
+
+
+def profile_worker(path: Path) -> int:
+    """One worker on one core, as each of those compared is."""
+    fleet = subprocess.Popen(
+        [*KVBATON, "up", "--json", "--colocated", "1", "--threads", "1", "--port", "0"],
+        stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert fleet.stdout is not None
+    try:
+        line = fleet.stdout.readline()
+        if not line:
+            return 2
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command = [*KVBATON, "profile", json.loads(line)["url"], "--with-link", "--out", str(path)]
+        command += ["--prefill-tokens", "32,64,128,256,512,1024", "--cached-tokens", "0,256", "--contexts", "64,384"]
+        return subprocess.run([*command, "--batches", "1,2,4,8,16", "--max-repeats", "5"], check=False).returncode
+    finally:
+        fleet.terminate()
+        try:
+            fleet.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(fleet.pid, signal.SIGKILL)
+            fleet.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("profile", *COMPARISONS))
+    parser.add_argument("--small", action="store_true", help="a minute; to see that it works")
+    parser.add_argument("--profile", type=Path, default=Path("docs/reports/worker-profile.json"))
+    given = parser.parse_args()
+    return profile_worker(given.profile) if given.what == "profile" else compare(given.what, given.small, given.profile)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
