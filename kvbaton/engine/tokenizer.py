@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.engine.chat_template import ChatTemplate
+from kvbaton.engine.segments import SegmentCache
 from kvbaton.engine.user_text import MarkerGuard
 from kvbaton.types import LocalError
 
@@ -38,6 +39,7 @@ class Tokenizer:
         self._library.no_truncation()
         self._library.no_padding()
         self._chat = chat
+        self._segments = SegmentCache.of(self._library, definition)
         self.strips_first_space = _strips_first_space(definition)
         byte_level = _is_byte_level(definition.get("decoder"))
         self._bytes: list[bytes] = [b""] * self._id_limit()
@@ -111,6 +113,8 @@ class Tokenizer:
         text = self._chat.render(sealed, sealed_tools, add_generation_prompt, template_kwargs)
         if originals:
             return self._guard.encode(text, originals)
+        if self._segments is not None:
+            return self._segments.encode(text)
         return self.encode(text, add_special_tokens=False)  # the template writes them itself
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -1,0 +1,94 @@
+"""Tokenizing a conversation again and again, each time one turn longer, at the cost of the new turn.
+
+A rendered conversation is text between the model's markers, and for the vocabularies accepted here each such segment is
+tokenized by itself, whatever stands around it:
+
+    <|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n
+    [1         ][a               ][2       ][b][1         ][c        ]
+
+so the tokens of segments seen lately are kept. Invariants: the tokens are always those of the library (a vocabulary for
+which that is not certain gets no cache); what is kept is bounded in characters, and the least recently used go first.
+Knows nothing about messages or templates.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
+
+MAX_CHARS = 16 * 1024 * 1024  # of all segments kept; their ids take about as many bytes
+ENTRY_CHARS = 64  # what a segment counts besides, so that there cannot be too many short ones
+# Each works on one segment only. Metaspace, for one, looks at what comes before.
+_LOCAL_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Split", "Punctuation"}
+_LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
+
+
+class SegmentCache:
+    """Encodes without the special tokens that a post-processor adds. Safe to use from several threads."""
+
+    def __init__(self, library: Library, marker_ids: Mapping[str, int], max_chars: int = MAX_CHARS) -> None:
+        self._library = library
+        self._marker_ids = dict(marker_ids)
+        longest_first = sorted(self._marker_ids, key=len, reverse=True)
+        self._markers = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        self._max_chars = max_chars
+        self._kept: OrderedDict[str, array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.num_chars = 0
+
+    @classmethod
+    def of(cls, library: Library, definition: Mapping[str, Any]) -> SegmentCache | None:
+        """None for a vocabulary whose segments might depend on each other."""
+        added = definition.get("added_tokens") or []
+        plain = all(
+            not any(token.get(name, False) for name in ("lstrip", "rstrip", "single_word", "normalized"))
+            for token in added
+        )
+        local = _only(definition.get("pre_tokenizer"), "pretokenizers", _LOCAL_PRE_TOKENIZERS)
+        local = local and _only(definition.get("normalizer"), "normalizers", _LOCAL_NORMALIZERS)
+        if not plain or not local or definition.get("pre_tokenizer") is None:
+            return None
+        return cls(library, {token["content"]: token["id"] for token in added})
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self._markers.split(text) if self._markers is not None else [text]:
+            marker_id = self._marker_ids.get(piece)
+            if marker_id is not None:
+                ids.append(marker_id)
+            elif piece:
+                ids.extend(self._segment(piece))
+        return ids
+
+    def _segment(self, piece: str) -> array[int]:
+        with self._lock:
+            known = self._kept.get(piece)
+            if known is not None:
+                self._kept.move_to_end(piece)
+                return known
+        found = array("I", self._library.encode(piece, add_special_tokens=False).ids)
+        cost = len(piece) + ENTRY_CHARS
+        with self._lock:
+            if piece not in self._kept and cost <= self._max_chars // 8:
+                self._kept[piece] = found
+                self.num_chars += cost
+                while self.num_chars > self._max_chars:
+                    dropped, _ = self._kept.popitem(last=False)
+                    self.num_chars -= len(dropped) + ENTRY_CHARS
+        return found
+
+
+def _only(step: Mapping[str, Any] | None, many: str, allowed: set[str]) -> bool:
+    """Whether a step of the definition, and all it is made of, is of an allowed kind."""
+    if step is None:
+        return True
+    if step["type"] == "Sequence":
+        return all(_only(inner, many, allowed) for inner in step[many])
+    return step["type"] in allowed
