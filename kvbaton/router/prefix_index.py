@@ -11,12 +11,14 @@ own block size, those of the approximate ones with the router's. Pure; knows not
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvbaton.kv.blocks import block_hashes
-from kvbaton.observe.metrics import Metrics
 from kvbaton.router.kv_index import Expectation, KVIndex, Trust
 from kvbaton.router.routing_history import RoutingHistory
+
+if TYPE_CHECKING:  # the planner reads this too, and must load no sockets
+    from kvbaton.observe.metrics import Metrics
 
 Chain = Sequence[bytes]
 _MEMBER_METRICS = (
