@@ -15,8 +15,8 @@ def check_address(host: str, port: int) -> None:
     bind(host, port).close()
 
 
-def check_model(model_dir: Path) -> None:
+def check_model(model_dir: Path, engine: str) -> None:
     """Everything but the weights themselves; LocalError names what is missing or not supported."""
     from kvbaton.engine.loader import check_model_dir
 
-    check_model_dir(model_dir)
+    check_model_dir(model_dir, embedded=engine == "embedded")

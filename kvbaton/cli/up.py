@@ -118,7 +118,7 @@ def complete(fleet: FleetSettings, roles: list[Role], progress: Progress) -> Fle
         model = dataclasses.replace(model, dir=str(default_model_dir()))
     else:
         model = dataclasses.replace(model, dir=str(Path(model.dir).resolve()))
-        preflight.check_model(Path(model.dir))
+        preflight.check_model(Path(model.dir), fleet.worker.engine)
     if not model.kv_blocks and not model.kv_memory_mib:
         import psutil
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.model_config import ModelConfig, config_file
 from kvbaton.engine.pool import KVPool
 from kvbaton.engine.tokenizer import Tokenizer, definition_path
 from kvbaton.engine.weights import ModelWeights, default_model_dir, load_model_dir, weight_files
@@ -117,11 +117,16 @@ def _make_pool(layout: KVLayout, num_blocks: int, incarnation: str, shared: Shar
     return SharedPool.create(layout, num_blocks, None, incarnation)
 
 
-def check_model_dir(path: Path) -> None:
-    """Refuse what ``load`` would refuse, as far as it can be seen without reading the weights."""
-    ModelConfig.from_dir(path)
-    weight_files(path)
+def check_model_dir(path: Path, embedded: bool = True) -> None:
+    """Refuse what ``load`` would refuse, as far as it can be seen without reading the weights.
+
+    Of a model for another engine (not ``embedded``) only what a router reads has to be there.
+    """
+    config_file(path)
     definition_path(path)
+    if embedded:
+        ModelConfig.from_dir(path)
+        weight_files(path)
 
 
 def _make_model(

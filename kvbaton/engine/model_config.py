@@ -96,11 +96,7 @@ class ModelConfig:
     @classmethod
     def from_dir(cls, path: Path) -> ModelConfig:
         """Read a model directory. The revision covers the config only; ``weights.load_model_dir`` adds the weights."""
-        config_path = path / "config.json"
-        if not config_path.is_file():
-            raise LocalError(
-                f"no config.json in {path}", field="model", fix="give a Hugging Face model directory as --model"
-            )
+        config_path = config_file(path)
         generation_path = path / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.is_file() else {}
         return cls.from_dict(_read_json(config_path), generation)
@@ -118,6 +114,15 @@ class ModelConfig:
         for item in more:
             digest.update(item)
         return digest.hexdigest()
+
+
+def config_file(path: Path) -> Path:
+    """``config.json`` of a model directory; LocalError when there is none."""
+    file = path / "config.json"
+    if not file.is_file():
+        fix = "give a Hugging Face model directory as --model"
+        raise LocalError(f"no config.json in {path}", field="model", fix=fix)
+    return file
 
 
 def _read_json(path: Path) -> dict[str, Any]:

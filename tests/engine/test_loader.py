@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvbaton.engine import native
-from kvbaton.engine.loader import LoadedModel, LoadOptions, load
+from kvbaton.engine.loader import LoadedModel, LoadOptions, check_model_dir, load
 from kvbaton.types import LocalError
 
 MakeModel = Callable[..., Path]
@@ -93,6 +95,21 @@ def test_what_only_the_kernels_could_do_is_refused_by_name(
     with pytest.raises(LocalError, match=told) as caught:
         load(LoadOptions(model_dir=make_tiny_model("llama", head_dim=24), device="cpu", num_kv_blocks=4, **options))
     assert caught.value.field == field
+
+
+def test_a_directory_is_judged_by_the_engine_it_is_for(make_tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Another engine may know more architectures and read other weights; a tokenizer the router needs in any case."""
+    path = tmp_path / "other"
+    shutil.copytree(make_tiny_model("llama"), path)
+    (path / "model.safetensors").unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(LocalError, match="MambaForCausalLM"):
+        check_model_dir(path)
+    check_model_dir(path, embedded=False)
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(LocalError, match="tokenizer.json"):
+        check_model_dir(path, embedded=False)
 
 
 def test_without_kernels_and_without_torch_it_says_what_to_install(
