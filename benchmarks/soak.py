@@ -5,7 +5,8 @@
 Starts a real fleet with ``kvbaton up``, keeps more clients busy than it has places, has a share of them hang up at a
 random moment, and kills a random worker process with SIGKILL (``up`` starts it anew). Exit code 1 unless
 
-    every request was answered, refused with an error in OpenAI's shape, or ended by an error event in its stream;
+    every request was answered, refused for want of room or a worker with an error in OpenAI's shape, or ended by an
+    error event in its stream, and some were answered each way;
     every answer of a fixed greedy prompt was the one the quiet fleet gave before;
     at the end no worker has a block in use, a pin, a lease or a request;
     after Ctrl-C no process and no shared memory of the fleet is left.
@@ -32,11 +33,27 @@ from pydoc_data.topics import topics
 import aiohttp
 import psutil
 
-READY_S = 120.0
 ANSWER_S = 300.0  # no request may take longer than this, killed workers and all
 IDLE_S = 60.0
+END_S = 60.0
 CANARY = {"prompt": "The capital of France is", "max_tokens": 24, "temperature": 0}
 TEXT = "\n".join(topics.values())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run. ``fleet``: more flags for ``kvbaton up``."""
+
+    minutes: float = 20.0
+    prefill: int = 2
+    decode: int = 2
+    clients: int = 24
+    abort_share: float = 0.2
+    kill_every_s: float = 45.0  # on average
+    longest_chars: int = 6300
+    seed: int = 0
+    log: str | None = None
+    fleet: tuple[str, ...] = ()
 
 
 @dataclass
@@ -50,13 +67,13 @@ class Tally:
 
 
 class Soak:
-    def __init__(self, url: str, args: argparse.Namespace, up: subprocess.Popen) -> None:
+    def __init__(self, url: str, settings: Settings, up: subprocess.Popen) -> None:
         self.url = url
-        self.args = args
+        self.settings = settings
         self.up = up
         self.tally = Tally()
-        self.rng = random.Random(args.seed)
-        self.until_s = time.monotonic() + 60 * args.minutes
+        self.rng = random.Random(settings.seed)
+        self.until_s = time.monotonic() + 60 * settings.minutes
         self.canary_text = ""
 
     async def run(self) -> dict:
@@ -65,8 +82,8 @@ class Soak:
         async with aiohttp.ClientSession(self.url, timeout=timeout, connector=connector) as session:
             self.canary_text = await self._quiet_canary(session)
             async with asyncio.TaskGroup() as group:
-                for index in range(self.args.clients):
-                    group.create_task(self._client(session, random.Random(f"{self.args.seed}-{index}")))
+                for index in range(self.settings.clients):
+                    group.create_task(self._client(session, random.Random(f"{self.settings.seed}-{index}")))
                 group.create_task(self._killer())
                 group.create_task(self._reporter())
             return await self._settled(session)
@@ -106,22 +123,24 @@ class Soak:
         """One request; the word for how it ended."""
         start = rng.randrange(len(TEXT) - 8000)
         body = {
-            "prompt": TEXT[start : start + int(10 ** rng.uniform(0.5, 3.8))],
+            "prompt": TEXT[start : start + int(self.settings.longest_chars ** rng.uniform(0.13, 1.0))],
             "max_tokens": rng.choice((1, 8, 32, 96)),
             "temperature": rng.choice((0, 0.8)),
             "stream": rng.random() < 0.7,
+            "n": rng.choice((1, 1, 1, 2)),
         }
-        patience_s = rng.uniform(0.01, 4.0) if rng.random() < self.args.abort_share else None
+        patience_s = rng.uniform(0.01, 4.0) if rng.random() < self.settings.abort_share else None
         try:
             async with asyncio.timeout(patience_s), session.post("/v1/completions", json=body) as answer:
                 if answer.status != 200:
                     error = (await answer.json())["error"]
-                    assert error["message"] and error["type"], error
+                    assert error["message"] and error["type"] and answer.status >= 429, error
                     return f"refused {answer.status}"
                 if not body["stream"]:
-                    choice = (await answer.json())["choices"][0]
-                    return f"answered, {choice['finish_reason']}"
-                return await self._stream(answer)
+                    choices = (await answer.json())["choices"]
+                    assert len(choices) == body["n"], choices
+                    return f"answered, {choices[0]['finish_reason']}"
+                return await self._stream(answer, body["n"])
         except TimeoutError:
             if patience_s is not None:
                 return "hung up"
@@ -130,22 +149,23 @@ class Soak:
             self.tally.unaccounted.append(repr(error))
         return "unaccounted"
 
-    async def _stream(self, answer: aiohttp.ClientResponse) -> str:
-        finish_reason = None
+    async def _stream(self, answer: aiohttp.ClientResponse, num_choices: int) -> str:
+        finish_reasons: dict[int, str] = {}
         async for line in answer.content:
             if not line.startswith(b"data: "):
                 continue
             data = line[6:].strip()
             if data == b"[DONE]":
-                if finish_reason is None:
-                    self.tally.unaccounted.append("a stream ended without a finish reason")
-                return f"streamed, {finish_reason}"
+                if len(finish_reasons) != num_choices:
+                    self.tally.unaccounted.append("a stream ended without a finish reason for each choice")
+                return f"streamed, {finish_reasons.get(0)}"
             event = json.loads(data)
             if "error" in event:
                 return "error event in the stream"
             self.tally.num_output_chunks += 1
-            if event["choices"]:
-                finish_reason = event["choices"][0]["finish_reason"] or finish_reason
+            for choice in event["choices"]:
+                if choice["finish_reason"]:
+                    finish_reasons[choice["index"]] = choice["finish_reason"]
         self.tally.unaccounted.append("a stream broke off without a word")
         return "unaccounted"
 
@@ -159,9 +179,10 @@ class Soak:
 
     async def _killer(self) -> None:
         while True:
-            await asyncio.sleep(self.args.kill_every * self.rng.uniform(0.5, 1.5))
-            if time.monotonic() > self.until_s - 30:
+            pause_s = self.settings.kill_every_s * self.rng.uniform(0.5, 1.5)
+            if time.monotonic() + pause_s > self.until_s:
                 return
+            await asyncio.sleep(pause_s)
             workers = self._workers()
             if workers:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -180,12 +201,13 @@ class Soak:
             )
 
     async def _settled(self, session: aiohttp.ClientSession) -> dict:
-        """The fleet page once nothing is held any more, or as it is after IDLE_S."""
+        """The fleet page once nothing is held any more, or as it is after IDLE_S; then one more answer."""
         deadline_s = time.monotonic() + IDLE_S
         while True:
             async with session.get("/fleet") as answer:
                 fleet = await answer.json()
             if not holding(fleet) or time.monotonic() > deadline_s:
+                await self._canary(session)
                 return fleet
             await asyncio.sleep(0.5)
 
@@ -204,23 +226,27 @@ def holding(fleet: dict) -> list[str]:
     return found
 
 
-def start_fleet(args: argparse.Namespace) -> tuple[subprocess.Popen, str]:
+def start_fleet(settings: Settings) -> tuple[subprocess.Popen, str]:
     command = [sys.executable, "-m", "kvbaton.cli.main", "up", "--json", "--port", "0"]
-    command += ["--prefill", str(args.prefill), "--decode", str(args.decode), "--transport", args.transport]
-    command += ["--threshold-tokens", str(args.threshold_tokens)]
-    log = open(args.log, "w") if args.log else subprocess.DEVNULL  # noqa: SIM115 (the child's until it ends)
-    up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    command += ["--prefill", str(settings.prefill), "--decode", str(settings.decode), *settings.fleet]
+    with open(settings.log or os.devnull, "w") as log:
+        up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     assert up.stdout is not None
     line = up.stdout.readline()
     if not line:
-        raise SystemExit(f"kvbaton up ended with code {up.wait()}")
+        with up:
+            raise SystemExit(f"kvbaton up ended with code {up.wait()}")
     return up, json.loads(line)["url"]
 
 
-def leftovers(pids: list[int]) -> list[str]:
-    """What the fleet should have taken with it. A segment whose owner lives belongs to somebody else here."""
+def segments() -> set[Path]:
+    return set(Path("/dev/shm").glob("kvbaton-*"))
+
+
+def leftovers(pids: list[int], before: set[Path]) -> list[str]:
+    """What the fleet should have taken with it: of the segments that were not there before, those without an owner."""
     found = [f"process {pid}" for pid in pids if psutil.pid_exists(pid)]
-    for path in Path("/dev/shm").glob("kvbaton-*"):
+    for path in segments() - before:
         with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,35 +256,27 @@ def leftovers(pids: list[int]) -> list[str]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20)
-    parser.add_argument("--prefill", type=int, default=2)
-    parser.add_argument("--decode", type=int, default=2)
-    parser.add_argument("--transport", default="auto")
-    parser.add_argument("--threshold-tokens", type=int, default=64, help="shorter prompts stay on the decode worker")
-    parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--abort-share", type=float, default=0.2)
-    parser.add_argument("--kill-every", type=float, default=45, help="seconds, on average")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", help="where the fleet's own log goes")
-    parser.add_argument("--json", help="also write the result there")
-    args = parser.parse_args()
-    up, url = start_fleet(args)
-    soak = Soak(url, args, up)
-    try:
-        fleet = asyncio.run(soak.run())
-        pids = [process.pid for process in psutil.Process(up.pid).children(recursive=True)]
-    finally:
-        up.send_signal(signal.SIGINT)
+def soak(settings: Settings) -> dict:
+    """Start a fleet, wear it out, end it; everything that was counted, and whether it passed."""
+    before = segments()
+    up, url = start_fleet(settings)
+    run = Soak(url, settings, up)
+    pids: list[int] = []
+    with up:  # closes its pipe
         try:
-            code = up.wait(60)
-        except subprocess.TimeoutExpired:
-            up.kill()
-            code = None
-    tally = soak.tally
+            fleet = asyncio.run(run.run())
+            pids = [process.pid for process in psutil.Process(up.pid).children(recursive=True)]
+        finally:
+            up.send_signal(signal.SIGINT)
+            try:
+                code: int | None = up.wait(END_S)
+            except subprocess.TimeoutExpired:
+                up.kill()
+                code = None
+    tally = run.tally
     result = {
-        "minutes": args.minutes,
+        "minutes": settings.minutes,
+        "seed": settings.seed,
         "outcomes": dict(sorted(tally.outcomes.items())),
         "requests": sum(tally.outcomes.values()) + tally.num_canaries,
         "output_chunks": tally.num_output_chunks,
@@ -267,16 +285,47 @@ def main() -> int:
         "wrong_canaries": tally.wrong_canaries[:5],
         "unaccounted": tally.unaccounted[:20],
         "held_at_the_end": holding(fleet),
-        "left_behind": leftovers(pids),
+        "left_behind": leftovers(pids, before),
         "exit_code_of_up": code,
     }
-    passed = not (
-        tally.unaccounted or tally.wrong_canaries or result["held_at_the_end"] or result["left_behind"] or code != 0
+    answered = all(any(outcome.startswith(word) for outcome in tally.outcomes) for word in ("answered", "streamed"))
+    faults = ("unaccounted", "wrong_canaries", "held_at_the_end", "left_behind", "exit_code_of_up")
+    return {**result, "passed": answered and not any(result[name] for name in faults) and code is not None}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usual = Settings()
+    parser.add_argument("--minutes", type=float, default=usual.minutes)
+    parser.add_argument("--prefill", type=int, default=usual.prefill)
+    parser.add_argument("--decode", type=int, default=usual.decode)
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--threshold-tokens", type=int, default=64, help="shorter prompts stay on the decode worker")
+    parser.add_argument("--clients", type=int, default=usual.clients)
+    parser.add_argument("--abort-share", type=float, default=usual.abort_share)
+    parser.add_argument("--kill-every", type=float, default=usual.kill_every_s, help="seconds, on average")
+    parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--log", help="where the fleet's own log goes")
+    parser.add_argument("--json", help="also write the result there")
+    args = parser.parse_args()
+    result = soak(
+        Settings(
+            minutes=args.minutes,
+            prefill=args.prefill,
+            decode=args.decode,
+            clients=args.clients,
+            abort_share=args.abort_share,
+            kill_every_s=args.kill_every,
+            seed=args.seed,
+            log=args.log,
+            fleet=("--transport", args.transport, "--threshold-tokens", str(args.threshold_tokens)),
+        )
     )
-    print(json.dumps({**result, "passed": passed}, indent=1))
+    text = json.dumps(result, indent=1)
+    print(text)
     if args.json:
-        Path(args.json).write_text(json.dumps({**result, "passed": passed}, indent=1))
-    return 0 if passed else 1
+        Path(args.json).write_text(text)
+    return 0 if result["passed"] else 1
 
 
 if __name__ == "__main__":

@@ -134,14 +134,34 @@ def test_verify_of_an_endpoint_with_itself(good: str) -> None:
     assert done.exit_code == 0 and done.stdout.startswith("Same answers")
 
 
-def test_compare_writes_its_reports(good: str, tmp_path: Path) -> None:
-    arguments = ["--url-a", good, "--url-b", good, *LOAD, "--out", str(tmp_path), "--gpus", "2", "--prefill-gpus", "1"]
-    done = CliRunner().invoke(compare_command, [*arguments, "--decode-gpus", "1"])
-    # Which verdict it is depends on the machine's load; test_compare.py holds the rule, an arm with itself too.
-    decision = json.loads((tmp_path / "report.json").read_text())["verdict"]["decision"]
-    assert decision in ("split", "do not split", "not proven")
-    assert done.exit_code == (0 if decision == "split" else 1)
-    assert decision.capitalize() in done.stdout
+SLO_MS = 2000.0  # what answers at once meets on the most loaded machine, and what waits longer on purpose never
+
+
+@pytest.fixture
+def slow() -> Iterator[str]:
+    served = Served(lambda number, body: even_script(SLO_MS / 1e3 + 0.1, 0.005, 6))
+    yield served.url
+    served.close()
+
+
+@pytest.mark.parametrize(
+    ("one_pool", "split_fleet", "decision", "exit_code"),
+    [
+        ("slow", "good", "split", 0),
+        ("good", "slow", "do not split", 1),
+        ("good", "half_broken", "not proven", 1),
+    ],
+)
+def test_compare_says_it_by_exit_code_and_writes_its_reports(
+    one_pool: str, split_fleet: str, decision: str, exit_code: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    urls = [request.getfixturevalue(name) for name in (one_pool, split_fleet)]
+    arguments = ["--url-a", urls[0], "--url-b", urls[1], *LOAD, "--warmup", "0", "--out", str(tmp_path)]
+    arguments += ["--gpus", "2", "--prefill-gpus", "1", "--decode-gpus", "1", "--max-drift", "1e9"]
+    done = CliRunner().invoke(compare_command, [*arguments, "--ttft-slo", str(SLO_MS), "--tpot-slo", "1e9"])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["verdict"]["decision"], done.exit_code) == (decision, exit_code), report["verdict"]
+    assert f"\n{decision.capitalize()}: " in done.stdout
     assert {path.name for path in tmp_path.iterdir()} >= {"report.html", "report.md", "report.json", "samples"}
 
 

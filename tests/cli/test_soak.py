@@ -1,99 +1,77 @@
-"""A fleet at saturation while clients leave and workers are killed: every request ends, and nothing stays held.
+"""A fleet at saturation while clients leave and workers are killed: the benchmark's soak, with a tiny model.
 
 KVBATON_SOAK_S sets how long (default 1,200 s); the seed is printed, and KVBATON_SOAK_SEED sets it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import random
 import signal
-from collections import Counter
+import subprocess
+import sys
 from pathlib import Path
 
-import aiohttp
-import psutil
 import pytest
-from cli.up_process import Up, up
 
-NUM_CLIENTS = 16
-WORDS = ("the", "quick", "brown", "fox", "and", "a", "lazy", "dog")
+from benchmarks import soak
+from kvbaton.kv.layout import KVLayout
+from kvbaton.kv.shared_pool import SharedPool, segment_name
 
-
-async def client(fleet: Up, rng: random.Random, ends: Counter[str], until_s: float) -> None:
-    """Requests one after the other; some are given up on the way."""
-    loop = asyncio.get_running_loop()
-    while loop.time() < until_s:
-        body = {
-            "prompt": " ".join(rng.choices(WORDS, k=rng.choice((3, 40, 100)))),
-            "max_tokens": rng.choice((1, 8, 40)),
-            "ignore_eos": True,
-            "stream": rng.random() < 0.6,
-            "n": rng.choice((1, 1, 1, 2)),
-        }
-        patience_s = rng.uniform(0.0, 1.0) if rng.random() < 0.3 else 300.0
-        try:
-            async with (
-                asyncio.timeout(patience_s),
-                fleet.http.post(fleet.url + "/v1/completions", json=body) as response,
-            ):
-                raw = await response.read()
-                ends[how_it_ended(response.status, raw, bool(body["stream"]))] += 1
-        except TimeoutError:
-            ends["gave up" if patience_s < 300 else "HUNG"] += 1
-        except aiohttp.ClientError as error:
-            ends[f"LOST {type(error).__name__}"] += 1
-
-
-def how_it_ended(status: int, raw: bytes, stream: bool) -> str:
-    """In capitals what must not happen."""
-    if status != 200:
-        return f"{status} {json.loads(raw)['error']['code']}"
-    if not stream:
-        return "ok" if json.loads(raw)["choices"][0]["finish_reason"] == "length" else "WRONG END"
-    if raw.endswith(b"data: [DONE]\n\n"):
-        return "ok"
-    return "broken stream" if b'data: {"error":' in raw else "CUT STREAM"
-
-
-async def killer(fleet: Up, rng: random.Random, until_s: float) -> int:
-    loop, num_killed = asyncio.get_running_loop(), 0
-    while loop.time() + 15 < until_s:
-        await asyncio.sleep(rng.uniform(5, 15))
-        workers = [child for child in psutil.Process(fleet.process.pid).children() if "worker" in child.cmdline()]
-        if workers:
-            rng.choice(workers).send_signal(signal.SIGKILL)
-            num_killed += 1
-    return num_killed
-
-
-def idle(members: dict) -> bool:
-    gauges = ("num_active", "num_blocks_used", "num_blocks_pinned", "num_leases")
-    return all(
-        member["state"] == "up" and member["inflight"] == 0 and not any(member["stats"][gauge] for gauge in gauges)
-        for member in members.values()
-    )
+HELD = ("num_blocks_used", "num_blocks_pinned", "num_leases", "num_active", "num_running", "num_waiting")
 
 
 @pytest.mark.slow
-async def test_soak(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_soak(tiny_model_dir: Path, tmp_path: Path) -> None:
     duration_s = float(os.environ.get("KVBATON_SOAK_S", "1200"))
     seed = int(os.environ.get("KVBATON_SOAK_SEED", random.randrange(2**32)))
     print(f"seed {seed}")
-    rng, ends = random.Random(seed), Counter[str]()
-    async with up(tiny_model_dir, tmp_path, "--prefill", "2", "--decode", "2", "--threshold-tokens", "16") as fleet:
-        until_s = asyncio.get_running_loop().time() + duration_s
-        async with asyncio.TaskGroup() as group:
-            killing = group.create_task(killer(fleet, random.Random(rng.random()), until_s))
-            for _ in range(NUM_CLIENTS):
-                group.create_task(client(fleet, random.Random(rng.random()), ends, until_s))
-        print(dict(ends), "killed", killing.result())
-        assert not [end for end in ends if end != end.lower()], ends
-        assert ends["ok"] > 0
-        await fleet.until(idle)
-        status, _, headers = await fleet.post(prompt="the quick brown fox " * 20, max_tokens=4)
-        assert (status, headers["x-kvbaton-decision"]) == (200, "remote")
-        fleet.process.send_signal(signal.SIGTERM)
-        assert await fleet.process.wait() == 0
+    result = soak.soak(
+        soak.Settings(
+            minutes=duration_s / 60,
+            clients=16,
+            kill_every_s=min(10.0, duration_s / 4),
+            longest_chars=380,  # of the model's 512 tokens; the longest answer needs 96
+            seed=seed,
+            log=str(tmp_path / "up.log"),
+            fleet=(
+                *("--model", str(tiny_model_dir), "--dtype", "float32", "--kv-blocks", "64"),
+                *("--threshold-tokens", "16", "--log-dir", str(tmp_path / "logs")),
+            ),
+        )
+    )
+    assert result["passed"], result
+    assert result["kills"] > 0 and result["canaries"] > 0 and "hung up" in result["outcomes"], result
+
+
+def member(**changes: object) -> dict[str, object]:
+    return {"name": "d0", "state": "up", "stats": {**dict.fromkeys(HELD, 0), **changes}}
+
+
+def test_what_is_held_is_found() -> None:
+    assert soak.holding({"members": [member(), member()]}) == []
+    for gauge in HELD:
+        assert soak.holding({"members": [member(), member(**{gauge: 1})]}) == [f"d0: {gauge} 1"]
+    assert soak.holding({"members": [{"name": "p0", "state": "down", "stats": None}]}) == ["p0 is down"]
+
+
+def test_what_is_left_behind_is_found() -> None:
+    name = segment_name(f"soak-{os.getpid()}")
+    script = (
+        "import sys; from kvbaton.kv.layout import KVLayout; from kvbaton.kv.shared_pool import SharedPool\n"
+        "pool = SharedPool.create(KVLayout(1, 1, 8, 8, 'float32'), 1, sys.argv[1]); print('made', flush=True)\n"
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == "made\n"
+        assert f"process {owner.pid}" in soak.leftovers([owner.pid], set())
+        assert name not in soak.leftovers([], set()), "its owner lives"
+        owner.send_signal(signal.SIGKILL)
+    assert name in soak.leftovers([], set()) and name not in soak.leftovers([], soak.segments())
+    pool = SharedPool.attach(name)
+    assert pool.layout == KVLayout(1, 1, 8, 8, "float32")
+    pool.owned = True
+    pool.unlink()
+    pool.close()
