@@ -170,9 +170,7 @@ class Dispatcher:
             raise last.error
         life.on(Event.RESUME)
         flight.may_queue_s = self._settings.queue_timeout_s
-        rest = continue_behind(
-            flight.journal.read(whole.num_sequences), whole.internal, whole.view, answer_id=flight.request_id
-        )
+        rest = continue_behind(flight.journal.read(whole.num_sequences), whole.internal, whole.view)
         self._metrics.add("kvbaton_router_replays_total", last.cause)
         self._metrics.add("kvbaton_router_replayed_tokens_total", amount=rest.num_replayed_tokens)
         return replace(whole, internal=rest.internal, view=rest.view, num_sequences=rest.num_sequences)
@@ -360,6 +358,7 @@ class Dispatcher:
             request_id=flight.request_id if attempt == 1 else f"{flight.request_id}-{attempt}",
             prefill=address,
             deadline_s=max(0.1, left_s),
+            answer_id="" if attempt == 1 else flight.request_id,
         )
         return call.raw_body.rstrip()[:-1] + b',"kvbaton":' + _ENCODER.encode(internal) + b"}"
 

@@ -57,9 +57,7 @@ class Continuation:
     num_replayed_tokens: int  # computed before, to be computed or found in a cache again
 
 
-def continue_behind(
-    resumed: tuple[ResumedSequence, ...], internal: InternalRequest, view: RequestView, answer_id: str
-) -> Continuation:
+def continue_behind(resumed: tuple[ResumedSequence, ...], internal: InternalRequest, view: RequestView) -> Continuation:
     """``internal`` and ``view`` are those of the whole request."""
     prompts = internal.prompt_token_ids
     num_choices = len(resumed) // len(prompts)
@@ -70,7 +68,7 @@ def continue_behind(
     ]
     left = lengths or [1]  # every choice is complete: only the end of the stream is missing
     return Continuation(
-        internal=msgspec.structs.replace(internal, resume=resumed, answer_id=answer_id),
+        internal=msgspec.structs.replace(internal, resume=resumed),
         view=msgspec.structs.replace(
             view, num_prompt_tokens=sum(left), num_prompts=len(left), longest_prompt_tokens=max(left)
         ),

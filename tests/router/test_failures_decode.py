@@ -67,6 +67,19 @@ async def test_decode_that_dies_after_the_first_token(tiny_model_dir: Path) -> N
         assert 1 <= rig.fleet.counter("kvbaton_router_replayed_tokens_total") <= 3
 
 
+async def test_a_stream_that_was_retried_and_then_continued_keeps_its_id(tiny_model_dir: Path) -> None:
+    """The first worker answers nothing, the second dies in the middle: one answer all the same."""
+    async with make_rig(tiny_model_dir, SPLIT2) as rig:
+        expected = await rig.expected(BODY)
+        rig.http_proxies["d0"].to_client.cut_after_bytes = 1
+        rig.http_proxies["d1"].to_client.cut_after_bytes = 2500
+        with favour(rig, "d0"):
+            told = await rig.ask(BODY)
+        assert told.answer == expected.answer
+        assert rig.retries("worker_error") == 1 and rig.replays("worker_error") == 1
+        assert told.ids == {"cmpl-" + told.headers["x-kvbaton-request-id"]} and len(told.created) == 1
+
+
 async def test_a_whole_answer_is_computed_again_elsewhere(tiny_model_dir: Path) -> None:
     """Not a stream: nothing was sent, so the second worker begins from the prompt."""
     async with make_rig(tiny_model_dir, SPLIT2) as rig:

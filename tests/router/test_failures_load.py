@@ -111,28 +111,27 @@ async def test_decode_room_is_reserved_before_prefill_is_spent(tiny_model_dir: P
         await rig.check_empty()
         num_prompt_tokens = len(bodies[0]["prompt"])  # a byte a token, nearly: none was computed for nothing
         assert prefill.stats().num_prompt_tokens <= statuses.count(200) * (num_prompt_tokens + 8)
-        assert decode.stats().num_prompt_tokens <= statuses.count(200) * 16
+        assert decode.stats().num_transfers == statuses.count(200)
 
 
 async def test_case_lk_08_overload_and_clients_that_give_up(tokenizer: Tokenizer) -> None:
-    """LK-08: ten times what fits, clients leave after a short time; then half the load is served as if nothing was."""
+    """LK-08: far more than fits, and all clients leave; then half the load is served as if nothing was."""
     async with running_fleet(tokenizer, {"b0": "both"}, max_queued=20) as fleet:
         worker = fleet.workers["b0"]
         worker.max_open = 4
         worker.gate.clear()
 
-        async def impatient(i: int) -> int:
-            try:
-                async with asyncio.timeout(0.3):
-                    return (await fleet.post({"prompt": f"{i} {SHORT}"}))[0]
-            except TimeoutError:
-                return 0
-
-        statuses = await asyncio.gather(*(impatient(i) for i in range(240)))
-        assert set(statuses) == {0, 429} and statuses.count(429) >= 240 - 24 - 4
-        await until(lambda: fleet.gateway.open.num == 0 and worker.num_open == 0)
-        fleet.check_idle()  # slots of those that left are free at once
-        assert fleet.dispatcher.num_queued == 0
+        for _ in range(4):
+            asking = fill(fleet, 80)
+            await until(lambda: sum(task.done() for task in asking) == 80 - 24)  # noqa: B023
+            refused = [task.result() for task in asking if task.done()]
+            assert {(status, answer["error"]["code"]) for status, answer, _ in refused} == {(429, "queue_full")}
+            assert worker.num_open == 4 and fleet.dispatcher.num_queued == 20
+            for task in asking:
+                task.cancel()
+            await until(lambda: fleet.gateway.open.num == 0 and worker.num_open == 0)
+            fleet.check_idle()  # slots of those that left are free at once, long before any deadline
+            assert fleet.dispatcher.num_queued == 0
         worker.gate.set()
         assert [s for s, _, _ in await asyncio.gather(*fill(fleet, 2))] == [200, 200]
 

@@ -1,0 +1,78 @@
+"""The line before full workers: a bound for each class, turns by priority, and an honest Retry-After."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvbaton.clock import MonotonicClock
+from kvbaton.config import RouterSettings
+from kvbaton.observe.metrics import Metrics
+from kvbaton.router.line import LONGEST_RETRY_AFTER_S, Line, class_of
+from kvbaton.workers.openai_errors import ApiError
+
+
+class HandClock(MonotonicClock):
+    """Moved by the test."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+
+def make_line(clock: MonotonicClock, **bounds: int) -> Line:
+    return Line(RouterSettings(**{"max_queued": 2, "max_queued_high": 1, "max_queued_low": 1, **bounds}),
+                Metrics("router"), clock)  # fmt: skip
+
+
+def test_classes() -> None:
+    assert [class_of(p) for p in (-7, -1, 0, 1, 99)] == ["high", "high", "normal", "low", "low"]
+
+
+async def test_each_class_is_bounded_and_counted() -> None:
+    line = make_line(HandClock())
+    waiting = [asyncio.ensure_future(line.wait(p, 0.0, 60.0, line.busy())) for p in (0, 0, -1, 1)]
+    await asyncio.sleep(0)
+    assert line.num_waiting == 4
+    for priority in (0, -3, 5):
+        with pytest.raises(ApiError) as caught:
+            await line.wait(priority, 0.0, 60.0, line.busy())
+        assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    exempt = asyncio.ensure_future(line.wait(0, 0.0, 60.0, line.busy(), False))
+    await asyncio.sleep(0)
+    assert line.num_waiting == 5, "a stream that goes on is not refused"
+    for task in (*waiting, exempt):
+        task.cancel()
+    await asyncio.gather(*waiting, exempt, return_exceptions=True)
+    assert line.num_waiting == 0
+
+
+async def test_time_runs_out_with_the_error_given() -> None:
+    line = make_line(HandClock())
+    error = ApiError(503, "said by the worker")
+    with pytest.raises(ApiError) as caught:
+        await line.wait(0, 0.0, 0.0, error)
+    assert caught.value is error and line.num_waiting == 0
+
+
+async def test_retry_after_follows_what_requests_waited() -> None:
+    clock = HandClock()
+    line = make_line(clock)
+    assert line.retry_after_s == 1
+    for _ in range(60):
+        task = asyncio.ensure_future(line.wait(0, 0.0, 60.0, line.busy()))
+        await asyncio.sleep(0)
+        clock.at_s += 4.0
+        line.freed()
+        assert await task == 4.0
+    assert line.retry_after_s == 4
+    for _ in range(60):
+        task = asyncio.ensure_future(line.wait(0, 0.0, 60.0, line.busy()))
+        await asyncio.sleep(0)
+        clock.at_s += 900.0
+        line.freed()
+        await task
+    assert line.retry_after_s == LONGEST_RETRY_AFTER_S
