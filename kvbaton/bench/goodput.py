@@ -22,6 +22,11 @@ from kvbaton.types import LocalError
 Verdict = Literal["pass", "fail", "unclear"]
 
 
+def fewest_requests(target: float) -> int:
+    """With fewer, not even a trial in which all of them pass could show that more than ``target`` do."""
+    return next(count for count in range(1, 1 << 20) if wilson(count, count).low > target)
+
+
 @dataclass
 class RateTrials:
     """All trials at one rate, pooled. ``worth`` is the number of independent requests they amount to."""

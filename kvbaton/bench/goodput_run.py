@@ -11,11 +11,20 @@ import msgspec
 
 from kvbaton.bench import stats
 from kvbaton.bench.client import Progress
-from kvbaton.bench.goodput import Goodput, GoodputSearch
+from kvbaton.bench.goodput import Goodput, GoodputSearch, fewest_requests
 from kvbaton.bench.runner import run_load
 from kvbaton.bench.stats import Gates
 from kvbaton.bench.workload import LoadSpec
 from kvbaton.types import LocalError
+
+# Arrivals are random: a trial planned for just enough requests has too few of them half of the time.
+SPARE_REQUESTS = 1.3
+
+
+def trial_at(spec: LoadSpec, rate_per_s: float, number: int, target: float) -> LoadSpec:
+    """A trial long enough to pass. Another seed for each: the same arrivals again would repeat the same luck."""
+    steady_s = max(spec.steady_s, SPARE_REQUESTS * fewest_requests(target) / rate_per_s)
+    return msgspec.structs.replace(spec, rate_per_s=rate_per_s, steady_s=steady_s, seed=spec.seed + 1000 * number)
 
 
 async def search_goodput(
@@ -34,8 +43,7 @@ async def search_goodput(
     search = GoodputSearch(gates.attainment, spec.rate_per_s, max_trials=max_trials)
     number = 0
     while (rate := search.next_rate()) is not None:
-        # Another seed for each trial: the same arrivals again would repeat the same luck.
-        trial = msgspec.structs.replace(spec, rate_per_s=rate, seed=spec.seed + 1000 * number)
+        trial = trial_at(spec, rate, number, gates.attainment)
         number += 1
         run = await run_load(trial, headers, watch=watch)
         cohort = sorted(run.measured(), key=lambda sample: sample.intended_s)
@@ -51,5 +59,5 @@ async def search_goodput(
             raise LocalError("no request fell in the steady window", field="duration", fix="raise --duration or --rate")
         share = sum(met) / len(met)
         verdict = search.record(rate, share, stats.effective_count(met))
-        tell(f"{rate:.3g}/s: {share:.1%} of {len(met)} in both gates: {verdict}")
+        tell(f"{rate:.3g}/s: {share:.1%} of {len(met)} in {trial.steady_s:.0f} s in both gates: {verdict}")
     return search.result()

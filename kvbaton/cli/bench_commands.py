@@ -183,11 +183,11 @@ def compare_command(**given: Any) -> None:
     if given["as_json"]:
         print_json(found.result)
     else:
-        click.echo(f"{found.result.verdict.sentence}\n")
         for row in comparison_rows(found.result.rates[0]):
             click.echo(f"{row[0]:<34}{row[1]:<28}{row[2]:<28}{row[3]:<22}{row[5]}")
         for arm, rate, name, predicted, measured, error in simulated_rows(found.result):
             click.echo(f"simulated {arm} at {rate}/s, {name}: {predicted} ms, measured {measured} ms ({error})")
+        click.echo(f"\n{found.result.verdict.sentence}")
         click.echo(f"see {paths[0]}", err=True)
     if found.result.verdict.decision != "split":
         sys.exit(1)

@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.bench.cost import Fleet, cost_of
-from kvbaton.bench.goodput import GoodputSearch
+from kvbaton.bench.goodput import GoodputSearch, fewest_requests
+from kvbaton.bench.goodput_run import trial_at
+from kvbaton.bench.stats import wilson
+from kvbaton.bench.workload import LoadSpec
 from kvbaton.types import LocalError
 
 
@@ -64,6 +67,17 @@ def test_a_pass_above_a_failure_is_said() -> None:
     found.record(8.0, 1.0, 200)
     found.record(1.0, 1.0, 200)
     assert found.result().rate_per_s == 1.0 and "state" in found.result().note
+
+
+def test_a_trial_is_long_enough_to_pass() -> None:
+    """Five seconds at 2 requests/s cannot show 90%: all of ten within the gates leaves 72%."""
+    assert wilson(10, 10).low < 0.75
+    assert fewest_requests(0.9) == 35
+    assert wilson(35, 35).low > 0.9 >= wilson(34, 34).low
+    load = LoadSpec("", steady_s=5.0)
+    slow, fast = trial_at(load, 2.0, 0, 0.9), trial_at(load, 100.0, 3, 0.9)
+    assert slow.steady_s * slow.rate_per_s >= 35
+    assert (fast.steady_s, fast.seed) == (5.0, 3000)
 
 
 def test_bm_17_each_pool_by_its_own_work() -> None:
