@@ -124,6 +124,9 @@ class RouterSettings:
     stall_timeout_s: float = 120.0  # between two parts of an answer, and until its first
     poll_interval_s: float = 0.5  # between two looks at each worker
     poll_timeout_s: float = 2.0
+    canary_interval_s: float = 0.0  # between two prompts whose answers are compared with earlier ones; 0: none
+    discover: str = ""  # kubernetes:SELECTOR: the workers are the pods with these labels, besides those listed
+    worker_port: int = 8101  # of such a pod
     drain_s: float = 60.0
     tokenize_inline_chars: int = 4096  # longer texts are tokenized on a thread
     cores: tuple[int, ...] = ()
@@ -154,6 +157,7 @@ _SECTIONS: dict[str, type] = {"model": ModelSettings, "worker": WorkerSettings, 
 _POSITIVE = re.compile(
     r"_(s|bytes|tokens)$|^(block_size|max_running|max_waiting|max_inflight|index_blocks|index_exact_blocks)$"
 )
+_MAY_BE_ZERO = ("canary_interval_s", "stream_stall_s")  # zero is never
 
 
 def load(
@@ -228,7 +232,7 @@ def _check_ranges(section: str, settings: Any) -> None:
         value = getattr(settings, item.name)
         if item.name == "threshold_tokens" or isinstance(value, str | tuple):
             continue
-        low = 1e-9 if _POSITIVE.search(item.name) else 0
+        low = 1e-9 if _POSITIVE.search(item.name) and item.name not in _MAY_BE_ZERO else 0
         if isinstance(value, int | float) and value < low:
             raise LocalError(
                 f"{section}.{item.name} must be {'above' if low else 'at least'} 0, got {value}", field=item.name

@@ -106,3 +106,10 @@ def test_every_key_is_documented() -> None:
     for cls in (ModelSettings, WorkerSettings, RouterSettings, MemberSettings):
         for item in dataclasses.fields(cls):
             assert f"`{item.name}`" in text, f"{cls.__name__}.{item.name}"
+
+
+@pytest.mark.parametrize("key", ["canary_interval_s", "stream_stall_s"])
+def test_what_may_be_never_may_be_zero_and_not_less(key: str) -> None:
+    assert getattr(load(flags={"router": {key: 0.0}}).router, key) == 0.0
+    with pytest.raises(LocalError, match=key):
+        load(flags={"router": {key: -1.0}})

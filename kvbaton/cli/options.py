@@ -92,6 +92,13 @@ ROUTER_FLAGS: tuple[_Flag, ...] = (
         "When no other prefill worker is left to try.  [default: local]",
     ),
     (
+        ("--canary-interval",),
+        "router",
+        "canary_interval_s",
+        float,
+        "Seconds between two prompts whose answers are compared with earlier ones; 0: none.  [default: 0]",
+    ),
+    (
         ("--max-inflight",),
         "router",
         "max_inflight",
@@ -106,6 +113,10 @@ SERVER_FLAGS: tuple[_Flag, ...] = (
 )
 ENGINE_URL_FLAG: tuple[_Flag, ...] = (
     (("--engine-url",), "worker", "engine_url", str, "A vLLM server that runs already.  [default: start one]"),
+)
+DISCOVERY_FLAGS: tuple[_Flag, ...] = (
+    (("--discover",), "router", "discover", str, "kubernetes:SELECTOR: workers are the pods with these labels."),
+    (("--worker-port",), "router", "worker_port", int, "HTTP port of such a pod.  [default: 8101]"),
 )
 DRAIN_FLAG: tuple[_Flag, ...] = (
     (("--drain-s",), "worker", "drain_s", float, "How long open requests may still run at the end.  [default: 60]"),

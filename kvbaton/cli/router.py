@@ -14,7 +14,7 @@ from kvbaton.types import LocalError
 
 
 @click.command("router")
-@options.flags(options.ROUTER_FLAGS, options.MODEL_FLAGS[:2])
+@options.flags(options.ROUTER_FLAGS, options.DISCOVERY_FLAGS, options.MODEL_FLAGS[:2])
 @options.process_options(tied_help="End when the parent ends, and take members from it.")
 def router_command(
     settings: dict[str, dict[str, Any]],
@@ -41,8 +41,9 @@ def router_command(
     """
     fleet = options.read_settings(config, settings)
     key = internal_key()
-    if not tied and not fleet.workers:
-        raise LocalError("the fleet has no workers", field="workers", fix="list them as [[workers]] in --config")
+    if not tied and not fleet.workers and not fleet.router.discover:
+        fix = "list them as [[workers]] in --config, or give --discover"
+        raise LocalError("the fleet has no workers", field="workers", fix=fix)
     if not key:
         fix = "set the same secret for the router and every worker"
         raise LocalError("there is no internal key", field="KVBATON_INTERNAL_KEY", fix=fix)

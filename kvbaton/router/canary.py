@@ -67,11 +67,10 @@ class Canary:
         self._said: dict[tuple[str, tuple[int, ...]], tuple[str, str]] = {}  # (weights, prompt) -> (text, who said it)
         self._turn = 0
 
-    async def run(self, interval_s: float, now_s: float) -> None:
-        """Until cancelled; one probe each ``interval_s``. ``now_s`` is the loop's time of the first."""
-        loop = asyncio.get_running_loop()
-        for number in itertools.count():
-            await asyncio.sleep(max(0.0, now_s + number * interval_s - loop.time()))
+    async def run(self, interval_s: float) -> None:
+        """Until cancelled; one probe each ``interval_s``."""
+        while True:
+            await asyncio.sleep(interval_s)
             await self.turn()
 
     async def turn(self) -> str | None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, get_args
 
-from kvbaton.config import MemberSettings
+from kvbaton.config import MemberSettings, RouterSettings
 from kvbaton.types import LocalError, RemoteError, Role
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,14 @@ async def open_api() -> AsyncIterator[Any]:
             raise LocalError(f"no cluster is configured: {error}", field="discover") from None
     async with client.ApiClient() as api:
         yield client.CoreV1Api(api)
+
+
+async def follow_pods(settings: RouterSettings, listed: Sequence[MemberSettings], tell: Tell) -> None:
+    """Until cancelled: the members are those that were ``listed`` and the cluster's."""
+    selector = selector_of(settings.discover)
+    async with open_api() as core:
+        follower = PodFollower(selector, namespace(), settings.worker_port, lambda found: tell([*listed, *found]))
+        await follower.run(core)
 
 
 class PodFollower:

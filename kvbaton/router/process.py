@@ -7,6 +7,7 @@ that tells it while it runs.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ import aiohttp
 from kvbaton.clock import MonotonicClock
 from kvbaton.config import MemberSettings, RouterSettings
 from kvbaton.observe.metrics import Metrics
+from kvbaton.router.canary import Canary
+from kvbaton.router.discovery import follow_pods
 from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.gateway import Gateway, Served
 from kvbaton.router.monitor import Monitor
@@ -66,13 +69,23 @@ async def run_router(
         server = HttpServer(gateway)
         host, port = listener.getsockname()[:2]
         async with asyncio.TaskGroup() as group:
-            watching = group.create_task(Monitor(registry, index, session, settings, key, metrics).run())
+            watching = [group.create_task(Monitor(registry, index, session, settings, key, metrics).run())]
+            if settings.canary_interval_s:
+                canary = Canary(registry, session, served.tokenizer, key, metrics)
+                watching.append(group.create_task(canary.run(settings.canary_interval_s)))
+            if settings.discover:
+                watching.append(group.create_task(follow_pods(settings, members, registry.set_members)))
             serving = group.create_task(server.serve(sockets=[listener]))
+            # What is here now stays: the collector need not walk through tokenizer and modules again and again.
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(10_000, 20, 20)
             report("ready", host=host, port=port)
             await first_of(stop.wait(), gateway.drain_requested.wait(), serving)
             log.info("draining")
             clean = await gateway.drain(settings.drain_s)
-            watching.cancel()
+            for task in watching:
+                task.cancel()
             server.end()
         gateway.close()
     return clean
