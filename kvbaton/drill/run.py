@@ -29,6 +29,7 @@ from kvbaton.kv.shared_pool import SHM_DIR, segment_name
 from kvbaton.router.control import Command
 from kvbaton.types import KvbatonError, RemoteError
 
+FIRST_LOOK_S = 10.0
 HEAL_S = 90.0  # for the fleet to be whole again
 STEADY_CANARIES = 3  # right ones in a row before the fault, and after recovery
 STEADY_S = 45.0
@@ -194,13 +195,19 @@ def _orphans(looks: Sequence[FleetSeen]) -> list[str]:
 
 
 async def _whole_at_first(target: Target) -> FleetSeen:
-    seen = await target.look(Stage.now_s())
+    """Waits a little: a router that has just started has not heard of its workers yet."""
+    until_s = Stage.now_s() + FIRST_LOOK_S
+    while True:
+        seen = await target.look(Stage.now_s())
+        ill = [f"{name} is {member.state}" for name, member in (seen.members or {}).items() if member.state != "up"]
+        if seen.members and not ill:
+            return seen
+        if Stage.now_s() > until_s:
+            break
+        await asyncio.sleep(0.2)
     if not seen.members:
         raise RemoteError(f"{target.url} shows no fleet", field="url", fix="give the address of a kvbaton router")
-    ill = [f"{name} is {member.state}" for name, member in seen.members.items() if member.state != "up"]
-    if ill:
-        raise RemoteError(f"the fleet is not healthy: {', '.join(ill)}", field="url", fix="drill a healthy one")
-    return seen
+    raise RemoteError(f"the fleet is not healthy: {', '.join(ill)}", field="url", fix="drill a healthy one")
 
 
 def _lacking(target: Target, roles: Counter[str]) -> frozenset[str]:

@@ -133,6 +133,7 @@ def test_a_fleet_of_a_fleet_file_is_drilled_as_far_as_signals_reach(
             only = [word for name in names for word in ("--only", name)]
             code = main(["drill", url, "--fleet", str(path), *only, "--json"])
             shown = capsys.readouterr()
+            assert code == 0, shown.err
             assert all(process.poll() is None for process in processes), "a frozen one was thawed, none was killed"
         finally:
             for process in processes:
