@@ -1,11 +1,11 @@
 // A worker that computes nothing: it answers at once, or with one chunk each `gap_us`, as fast as one core can.
 //
-//   mock PORT_P INFO_P PORT_D INFO_D      (INFO: file with the answer to GET /internal/info)
+//   mock PORT_P INFO_P PORT_D INFO_D [MAX_OPEN]      (INFO: file with the answer to GET /internal/info)
 //
 // It speaks the protocols of both routers. kvbaton: one POST with the "kvbaton" object; a report ends the answer.
 // vLLM: a POST with "do_remote_decode":true is a prefill and is answered with kv_transfer_params; any other POST is a
 // plain completion. Tokens to send are the body's max_tokens; pace is "gap_us=N" in the body's user field (0: all at
-// once). Each chunk carries the instant of its write (CLOCK_MONOTONIC, "t"), so that a client on this machine knows how
+// once). With more than MAX_OPEN streams open it says 503 like a full worker. Each chunk carries the instant of its write (CLOCK_MONOTONIC, "t"), so that a client on this machine knows how
 // long it travelled. Knows nothing of tokens, prompts or correctness of requests.
 
 #include <signal.h>
@@ -35,6 +35,7 @@ struct Connection {
 };
 
 static int loop_fd;
+static int64_t max_open = 1 << 30, num_open = 0;
 static std::unordered_map<uint64_t, Connection*> open_connections;
 static uint64_t next_number = 1;
 using Due = std::pair<int64_t, uint64_t>;
@@ -60,8 +61,10 @@ static void flush(Connection& c) {
   }
 }
 
-static void answer(Connection& c, string_view body, string_view extra = "") {
-  c.out += "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: " + std::to_string(body.size()) +
+static void answer(Connection& c, string_view body, string_view extra = "", const char* status = "200 OK") {
+  c.out += "HTTP/1.1 ";
+  c.out += status;
+  c.out += "\r\ncontent-type: application/json\r\ncontent-length: " + std::to_string(body.size()) +
            "\r\n";
   c.out += extra;
   c.out += "\r\n";
@@ -88,6 +91,7 @@ static void token(Connection& c) {
 }
 
 static void end_stream(Connection& c) {
+  --num_open;
   if (c.ours) chunk(c, string(": kvbaton ") + REPORT + "\n\n");
   chunk(c, "data: [DONE]\n\n");
   c.out += "0\r\n\r\n";
@@ -138,6 +142,13 @@ static void post(Connection& c, string_view body) {
            c.ours ? string("x-kvbaton-report: ") + REPORT + "\r\n" : string());
     return;
   }
+  if (num_open >= max_open) {
+    c.left = 0;
+    answer(c, "{\"error\":{\"message\":\"full\",\"type\":\"server_error\",\"param\":null,\"code\":\"no_capacity\"}}",
+           "", "503 Service Unavailable");
+    return;
+  }
+  ++num_open;
   c.out += "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
            "transfer-encoding: chunked\r\n\r\n";
   c.due_ns = now_ns();
@@ -171,6 +182,7 @@ static void requests(Connection& c) {
 }
 
 static void end(Connection* c) {
+  if (c->left > 0) --num_open;
   close(c->fd);
   open_connections.erase(c->number);
   delete c;
@@ -238,7 +250,8 @@ static void play_due() {
 }
 
 int main(int argc, char** argv) {
-  if (argc != 5) return 2;
+  if (argc < 5) return 2;
+  if (argc > 5) max_open = atoll(argv[5]);
   signal(SIGPIPE, SIG_IGN);
   loop_fd = epoll_create1(0);
   listen_on(atoi(argv[1]), argv[2]);

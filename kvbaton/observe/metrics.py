@@ -7,12 +7,15 @@ bucket of a duration covers the longest request. Knows nothing about what is mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from kvbaton.observe.metric import RATIOS, SECONDS, TOKENS, Metric, Where
 from kvbaton.observe.worker_metrics import WORKER_METRICS
@@ -265,46 +268,85 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
+class _Distribution:
+    """One series of a histogram."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulated(self) -> list[tuple[str, float]]:
+        edges = [*map(floatToGoString, self.bounds), "+Inf"]
+        return list(zip(edges, map(float, accumulate(self.counts)), strict=True))
+
+
 class Metrics:
-    """The metrics of one process. ``stats`` is asked at each scrape for those that the engine counts."""
+    """The metrics of one process. ``stats`` is asked at each scrape for those that the engine counts.
+
+    Plain numbers that one thread changes, the event loop's: the library's own metrics take a lock and search linearly
+    each time, which a router that counts per token would feel. The library writes the exposition.
+    """
 
     def __init__(self, where: Where, role: str = "", stats: Callable[[], Any] | None = None) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._by_name: dict[str, Any] = {}
-        for metric in METRICS:
-            if metric.where == where and not metric.stat:
-                self._by_name[metric.name] = self._make(metric)
+        self._declared = {m.name: m for m in METRICS if m.where == where and not m.stat}
+        # A metric without labels is there from the start, with zero.
+        self._numbers: dict[str, dict[tuple[str, ...], float]] = {
+            name: {} if metric.labels else {(): 0.0}
+            for name, metric in self._declared.items()
+            if metric.kind != "histogram"
+        }
+        self._distributions: dict[str, dict[tuple[str, ...], _Distribution]] = {
+            name: {} if metric.labels else {(): _Distribution(metric.buckets)}
+            for name, metric in self._declared.items()
+            if metric.kind == "histogram"
+        }
+        self._registry.register(_NumbersCollector(self._declared, self._numbers, self._distributions))
         self._stats = _StatsCollector(where, role, stats) if stats is not None else None
         if self._stats is not None:
             self._registry.register(self._stats)
 
-    def _make(self, metric: Metric) -> Counter | Gauge | Histogram:
-        if metric.kind == "histogram":
-            return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self._registry)
-        kind = Counter if metric.kind == "counter" else Gauge
-        return kind(metric.name, metric.help, metric.labels, registry=self._registry)
-
-    def _child(self, name: str, labels: tuple[str, ...]) -> Any:
-        parent = self._by_name[name]
-        return parent.labels(*labels) if labels else parent
-
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
-        self._child(name, labels).inc(amount)
+        series = self._numbers[name]
+        if labels not in series:
+            self._check(name, labels)
+        series[labels] = series.get(labels, 0.0) + amount
 
     def set(self, name: str, *labels: str, value: float) -> None:
-        self._child(name, labels).set(value)
+        series = self._numbers[name]
+        if labels not in series:
+            self._check(name, labels)
+        series[labels] = value
 
     def observe(self, name: str, *labels: str, value: float) -> None:
-        self._child(name, labels).observe(value)
+        self._distribution(name, labels).observe(value)
 
-    def observer(self, name: str) -> Callable[[float], None]:
-        """The bound observation of a metric without labels, for places that run once per token."""
-        observe: Callable[[float], None] = self._by_name[name].observe
-        return observe
+    def observer(self, name: str, *labels: str) -> Callable[[float], None]:
+        """The bound observation of one series, for places that run once per token."""
+        return self._distribution(name, labels).observe
+
+    def _distribution(self, name: str, labels: tuple[str, ...]) -> _Distribution:
+        series = self._distributions[name]
+        found = series.get(labels)
+        if found is None:
+            self._check(name, labels)
+            found = series[labels] = _Distribution(self._declared[name].buckets)
+        return found
+
+    def _check(self, name: str, labels: tuple[str, ...]) -> None:
+        assert len(labels) == len(self._declared[name].labels), f"{name} has labels {self._declared[name].labels}"
 
     def forget(self, name: str, *labels: str) -> None:
         """Drop one series, so that a member that left does not stay in the exposition."""
-        self._by_name[name].remove(*labels)
+        series: dict[tuple[str, ...], Any] = self._numbers.get(name) or self._distributions.get(name, {})
+        series.pop(labels, None)
 
     def set_role(self, role: str) -> None:
         """From now on the process is of this role; what it counted before moves with it."""
@@ -313,6 +355,32 @@ class Metrics:
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class _NumbersCollector(Collector):
+    """What ``Metrics`` counted, as the library wants it."""
+
+    def __init__(
+        self,
+        declared: Mapping[str, Metric],
+        numbers: Mapping[str, Mapping[tuple[str, ...], float]],
+        distributions: Mapping[str, Mapping[tuple[str, ...], _Distribution]],
+    ) -> None:
+        self._declared, self._numbers, self._distributions = declared, numbers, distributions
+
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        for name, metric in self._declared.items():
+            if metric.kind == "histogram":
+                histogram = HistogramMetricFamily(name, metric.help, labels=metric.labels)
+                for labels, found in self._distributions[name].items():
+                    histogram.add_metric(labels, found.cumulated(), found.total)
+                yield histogram
+                continue
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = kind(name.removesuffix("_total"), metric.help, labels=metric.labels)
+            for labels, value in self._numbers[name].items():
+                family.add_metric(labels, value)
+            yield family
 
 
 class _StatsCollector(Collector):

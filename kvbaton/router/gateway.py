@@ -15,6 +15,7 @@ import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 
 import msgspec
 
@@ -58,6 +59,7 @@ _MEMBERS = msgspec.json.Decoder(list[MemberSettings])
 # What may pass from a client to a worker. Everything else is dropped: credentials, cookies, addresses, hop-by-hop.
 FORWARDED_HEADERS = (b"traceparent", b"tracestate")
 _MAX_FORWARDED_BYTES = 512
+INLINE_BYTES = 128 * 1024  # hashing the token ids of a larger body would hold the loop up for milliseconds
 REFUSALS = frozenset({*range(400, 500), 503})  # the client's fault, or no room: not a failure of ours
 
 
@@ -93,6 +95,8 @@ class Gateway:
         self._limits = RequestLimits()
         self._bodies = BodyBudget(settings.max_total_body_bytes)
         self._created_s = int(time.time())
+        # Request ids: one draw for the process and a count, since a draw for each request is a system call.
+        self._life, self._number = secrets.token_hex(8), count()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self.state = "serving"
         self.open = OpenRequests()
@@ -130,7 +134,7 @@ class Gateway:
     async def _generate(self, exchange: Exchange, endpoint: Endpoint) -> None:
         if exchange.method != "POST":
             raise method_not_allowed("POST")
-        request_id = secrets.token_hex(12)
+        request_id = f"{self._life}{next(self._number):08x}"
         flight = Flight(
             exchange=exchange,
             request_id=request_id,
@@ -203,7 +207,8 @@ class Gateway:
         max_context = self._registry.max_context
         if max_context == 0:
             raise unavailable("no worker takes requests now", "no_workers", retry_after_s=2)
-        if request.text_chars <= self._settings.tokenize_inline_chars:
+        self._dispatcher.check_line(flight, request.priority)
+        if request.text_chars <= self._settings.tokenize_inline_chars and len(raw) <= INLINE_BYTES:
             call = self._call(flight, request, raw, max_context)
         else:
             loop = asyncio.get_running_loop()

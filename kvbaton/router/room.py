@@ -2,7 +2,8 @@
 
 Bounded. Lower priority number first, then the one that came first; new requests queue behind those that wait. The first
 in line is woken whenever a worker gave something back, whenever one that was woken got in (there may be room for more),
-and after ``LONGEST_NAP_S`` in any case, since room may come from requests that are not ours.
+and each ``LONGEST_NAP_S`` in any case, since room may come from requests that are not ours. Invariant: a turn is never
+lost: one that was woken and is cancelled before it can try passes its turn on.
 Knows nothing about workers or how much room anybody needs.
 """
 
@@ -18,12 +19,10 @@ LONGEST_NAP_S = 0.25
 class Room:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._waiting: list[tuple[int, float, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[int, float, int, asyncio.Future[bool]]] = []  # those that left are dropped lazily
         self._number = count()
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(not waiter.done() for *_, waiter in self._waiting)
+        self._nap: asyncio.TimerHandle | None = None
+        self.num_waiting = 0
 
     @property
     def full(self) -> bool:
@@ -31,32 +30,46 @@ class Room:
 
     async def wait(self, priority: int, received_s: float, timeout_s: float) -> bool:
         """Until it is this request's turn to try. False when ``timeout_s`` passed before."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, received_s, next(self._number), waiter))
+        if timeout_s <= 0:
+            return False
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
+        waiter: asyncio.Future[bool] = loop.create_future()
+        heapq.heappush(self._waiting, (priority, received_s, next(self._number), waiter))
+        timer = loop.call_later(timeout_s, _tell, waiter, False)
+        if self._nap is None:
+            self._nap = loop.call_later(LONGEST_NAP_S, self._wake_up)
+        self.num_waiting += 1
         try:
-            while not waiter.done():
-                left_s = deadline_s - loop.time()
-                if left_s <= 0:
-                    return False
-                await asyncio.wait((waiter,), timeout=min(left_s, LONGEST_NAP_S))
-                if not waiter.done() and self._first() is waiter:
-                    return True
-            return True
+            return await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled() and waiter.result():
+                self.freed()
+            raise
         finally:
+            self.num_waiting -= 1
+            timer.cancel()
             waiter.cancel()
+            if len(self._waiting) > 2 * self.num_waiting + 16:
+                self._drop_those_who_left()
 
     def freed(self) -> None:
         """There may be room: the first in line tries."""
-        first = self._first()
-        if first is not None:
-            first.set_result(None)
-
-    def _first(self) -> asyncio.Future[None] | None:
         while self._waiting:
-            waiter = self._waiting[0][-1]
+            *_, waiter = heapq.heappop(self._waiting)
             if not waiter.done():
-                return waiter
-            heapq.heappop(self._waiting)
-        return None
+                waiter.set_result(True)
+                return
+
+    def _wake_up(self) -> None:
+        self.freed()
+        self._nap = asyncio.get_running_loop().call_later(LONGEST_NAP_S, self._wake_up) if self._waiting else None
+
+    def _drop_those_who_left(self) -> None:
+        """A high priority may stay in front for long while others leave from the middle."""
+        self._waiting = [entry for entry in self._waiting if not entry[-1].done()]
+        heapq.heapify(self._waiting)
+
+
+def _tell(waiter: asyncio.Future[bool], turn: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(turn)

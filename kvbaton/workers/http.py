@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 import uvicorn
@@ -111,17 +111,25 @@ class Exchange:
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work``; cancel it and raise ClientGone if the client goes away first. The body must have been read."""
-        task = asyncio.ensure_future(work)
-        watcher = asyncio.ensure_future(self._disconnected())
+        me = asyncio.current_task()
+        assert me is not None
+        before, gone = me.cancelling(), False
+
+        async def watch() -> None:
+            nonlocal gone
+            await self._disconnected()
+            gone = True
+            me.cancel()
+
+        watcher = asyncio.ensure_future(watch())
         try:
-            await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise ClientGone
+            return await work
+        except asyncio.CancelledError:
+            if gone and me.uncancel() <= before:  # it was ours, and nobody else wants us to end
+                raise ClientGone from None
+            raise
         finally:
-            task.cancel()
             watcher.cancel()
-            await asyncio.gather(task, watcher, return_exceptions=True)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -171,6 +179,22 @@ class Exchange:
                         return
 
 
+class _Deadline:
+    """A timeout that is listed while it runs. A class: a generator would cost each request more."""
+
+    def __init__(self, timeout_s: float, listed: set[asyncio.Timeout]) -> None:
+        self._timeout = asyncio.timeout(timeout_s)
+        self._listed = listed
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        self._listed.add(self._timeout)
+
+    async def __aexit__(self, *raised: Any) -> None:
+        self._listed.discard(self._timeout)
+        await self._timeout.__aexit__(*raised)  # it raises or does nothing
+
+
 class OpenRequests:
     """Counts requests in flight and can end them all: what a drain waits for, and what it does at its deadline."""
 
@@ -192,15 +216,9 @@ class OpenRequests:
             if self.num == 0:
                 self._idle.set()
 
-    @contextlib.asynccontextmanager
-    async def deadline(self, timeout_s: float) -> AsyncIterator[None]:
+    def deadline(self, timeout_s: float) -> _Deadline:
         """As ``asyncio.timeout``, and ended by a cut too."""
-        async with asyncio.timeout(timeout_s) as timeout:
-            self._timeouts.add(timeout)
-            try:
-                yield
-            finally:
-                self._timeouts.discard(timeout)
+        return _Deadline(timeout_s, self._timeouts)
 
     async def idle(self, deadline_s: float) -> bool:
         """Wait until none is open. False when some were at the deadline; they go on."""
@@ -275,6 +293,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=5,
             )

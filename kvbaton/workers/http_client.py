@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import aiohttp
@@ -177,10 +177,17 @@ class Content:
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
 
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        take = self._connection.take
-        while part := await take():
-            yield part
+    def iter_any(self) -> Content:
+        return self
+
+    def __aiter__(self) -> Content:
+        return self
+
+    async def __anext__(self) -> bytes:
+        part = await self._connection.take()
+        if not part:
+            raise StopAsyncIteration
+        return part
 
     async def read(self, max_bytes: int) -> bytes:
         """At most ``max_bytes`` of it; what is more is left where it is."""

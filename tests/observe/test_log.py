@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import threading
 
 import pytest
 
-from kvbaton.observe.log import JsonFormatter, event
+from kvbaton.observe.log import JsonFormatter, LineWriter, event
 
 
 def test_a_record_is_one_json_object(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,3 +31,36 @@ def test_a_record_is_one_json_object(caplog: pytest.LogCaptureFixture) -> None:
         "router",
     )
     assert second["message"] == "broken pipe" and "ValueError" in second["exception"] and second["level"] == "error"
+
+
+class Stuck(io.StringIO):
+    """A pipe nobody reads, until somebody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.reads = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.entered.set()
+        self.reads.wait()
+        return super().write(text)
+
+
+def test_who_logs_never_waits_for_who_reads_and_what_waits_is_bounded() -> None:
+    stream = Stuck()
+    writer = LineWriter(stream, max_lines=5)
+    writer.setFormatter(JsonFormatter("router"))
+
+    def log(number: int) -> None:
+        writer.handle(logging.makeLogRecord({"msg": f"line {number}", "levelname": "INFO"}))
+
+    log(0)
+    stream.entered.wait()  # the thread is in the middle of writing
+    for number in range(1, 9):
+        log(number)
+    stream.reads.set()
+    writer.flush()
+    writer.close()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["message"] for line in lines] == [*(f"line {number}" for number in range(6)), "log lines lost"]
+    assert lines[-1]["num"] == 3

@@ -115,6 +115,8 @@ async def running_fleet(tokenizer: Tokenizer, roles: dict[str, Role], **settings
         await fleet.poll()
         yield fleet
         await fleet.settled()
+        # A worker learns from its closing connection that nobody waits any more.
+        await until(lambda: all(worker.num_open == 0 for worker in workers.values()))
         fleet.check_idle()
 
 
