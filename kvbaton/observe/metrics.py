@@ -107,7 +107,8 @@ METRICS: tuple[Metric, ...] = (
         "kvbaton_router_replays_total",
         "counter",
         "router",
-        "Streams continued on another worker, by why the first failed (worker_error, prefill_failed, draining, stalled).",
+        "Streams continued on another worker, by why the first failed "
+        "(worker_error, prefill_failed, draining, stalled).",
         ("cause",),
     ),
     Metric(
