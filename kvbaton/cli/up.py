@@ -27,6 +27,9 @@ from kvbaton.types import LocalError, Role
 _KEPT_LOG_DIRECTORIES = 10
 
 
+START_S = {"embedded": 180.0, "vllm": 900.0}  # a vLLM server compiles before it serves
+
+
 @click.command("up")
 @click.option("--prefill", type=click.IntRange(1), help="Prefill workers of a split fleet.  [default: 1]")
 @click.option("--decode", type=click.IntRange(1), help="Decode workers of a split fleet.  [default: 1]")
@@ -37,7 +40,7 @@ _KEPT_LOG_DIRECTORIES = 10
 @options.config_option
 @options.log_level_option
 @click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the processes' logs go.")
-@click.option("--ready-timeout-s", type=float, default=180.0, show_default=True, help="How long the start may take.")
+@click.option("--ready-timeout-s", type=float, help="How long the start may take.  [default: 180, vllm 900]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when ready, instead of text.")
 def up_command(
     settings: dict[str, dict[str, Any]], prefill: int | None, decode: int | None, colocated: int | None, **given: Any
@@ -89,7 +92,9 @@ def up_command(
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
         async with control.listening():
             await supervisor.run(
-                given["ready_timeout_s"], lambda: announce(supervisor, fleet, logs, given["as_json"]), stop
+                given["ready_timeout_s"] or START_S[fleet.worker.engine],
+                lambda: announce(supervisor, fleet, logs, given["as_json"]),
+                stop,
             )
 
     asyncio.run(main())
