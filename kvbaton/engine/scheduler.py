@@ -101,7 +101,8 @@ class Scheduler:
 
     @property
     def waiting_prompt_tokens(self) -> int:
-        """Tokens to compute before every known sequence decodes: of the waiting ones, and what is left of chunks."""
+        """Tokens to compute before every known sequence decodes: of the waiting ones those that were not cached when
+        they came, and what is left of chunks."""
         return self._backlog_tokens
 
     def get(self, request_id: str) -> Sequence | None:
@@ -202,7 +203,9 @@ class Scheduler:
         seq.state = "waiting"
         seq.prefilling = True
         insort(self._waiting, seq, key=_order)
-        self._backlog_tokens += seq.num_tokens
+        # What is cached now will hardly have to be computed: routers read this as the work that waits here.
+        seq.num_foretold_tokens = len(self._match(seq)) * self._block_size
+        self._backlog_tokens += seq.num_tokens - seq.num_foretold_tokens
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -289,7 +292,7 @@ class Scheduler:
         self._take_blocks(seq, matched, num_fresh)
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = seq.num_computed
-        self._backlog_tokens -= seq.num_computed
+        self._backlog_tokens += seq.num_foretold_tokens - seq.num_computed
         seq.state = "running"
         insort(self._running, seq, key=_order)
         return True
@@ -424,7 +427,7 @@ class Scheduler:
         match seq.state:
             case "waiting":
                 del self._waiting[bisect_left(self._waiting, seq.order, key=_order)]
-                self._backlog_tokens -= seq.num_tokens
+                self._backlog_tokens -= seq.num_tokens - seq.num_foretold_tokens
             case "running":
                 del self._running[bisect_left(self._running, seq.order, key=_order)]
                 if seq.prefilling:
@@ -472,7 +475,9 @@ class Scheduler:
                 assert seq.num_computed <= len(seq.blocks) * self._block_size
                 assert seq.num_computed < seq.num_tokens
                 assert seq.num_published >= seq.num_computed // self._block_size or seq.state == "receiving"
-            if seq.state == "waiting" or (seq.state == "running" and seq.prefilling):
+            if seq.state == "waiting":
+                backlog_tokens += seq.num_tokens - seq.num_foretold_tokens
+            elif seq.state == "running" and seq.prefilling:
                 backlog_tokens += seq.num_tokens - seq.num_computed
             if seq.state == "running" and not seq.prefilling:
                 assert seq.num_computed == seq.num_tokens - 1, "a decoding sequence lacks just its last token"

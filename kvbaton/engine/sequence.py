@@ -24,6 +24,7 @@ class Sequence:
 
     __slots__ = (
         "_hashes_given", "block_hashes", "blocks", "max_num_tokens", "mode", "num_cached_tokens", "num_computed",
+        "num_foretold_tokens",
         "num_preemptions", "num_prompt_tokens", "num_published", "num_tokens", "order", "output_token_ids",
         "prefilling", "request", "request_id", "state",
     )  # fmt: skip
@@ -47,6 +48,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.num_computed = 0  # tokens whose KV is in ``blocks``
         self.num_cached_tokens = 0  # found in the prefix cache when first scheduled or reserved
+        self.num_foretold_tokens = 0  # found in the prefix cache when it was last queued
         self.num_published = 0  # leading blocks that were published or matched
         self.num_preemptions = 0
         self.prefilling = True  # running, but its next step is not one more token of output

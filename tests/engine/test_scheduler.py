@@ -377,6 +377,25 @@ def test_the_backlog_counts_what_is_left_to_compute() -> None:
     assert bench.scheduler.waiting_prompt_tokens == 0
 
 
+def test_the_backlog_leaves_out_what_is_cached() -> None:
+    """A router that reads it must not take a queue of follow-up turns for work that nobody has to do."""
+    bench = Bench()
+    prompt = list(range(1, 101))
+    bench.add(prompt)
+    bench.finish()
+    again = bench.add(prompt)
+    num_cached = 99 // bench.blocks.block_size * bench.blocks.block_size
+    assert bench.scheduler.waiting_prompt_tokens == 100 - num_cached
+    bench.add(50)
+    bench.blocks.clear_cache()  # what was foretold does not come true, and still the sums agree
+    bench.scheduler.check()
+    bench.scheduler.abort(again.request_id)
+    assert bench.scheduler.waiting_prompt_tokens == 50
+    bench.add(prompt)
+    bench.finish()
+    assert bench.scheduler.waiting_prompt_tokens == 0
+
+
 # -- prefill side ----------------------------------------------------------------------------------------------------
 
 
