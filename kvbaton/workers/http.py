@@ -26,6 +26,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
 TOO_MANY_BYTES = "too_many_bytes"
+WATCHES = 16  # connections that are accepted each time round
 LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024 * 1024
 
@@ -301,6 +302,12 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=5,
             )
         )
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvloop accepts one connection of a socket each time round, however many wait; under load a round is long,
+        and new clients would wait behind many rounds of old ones. So each socket is watched several times over."""
+        watched = [one for each in sockets or [] for one in (each, *(each.dup() for _ in range(WATCHES - 1)))]
+        await super().serve(watched or None)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
