@@ -276,7 +276,15 @@ class Dispatcher:
                 first_token_s = max(settings.first_token_min_s, settings.first_token_factor * estimate_s)
         if call.internal.journal and life.replays_left and settings.stream_stall_s:
             stall_s = settings.stream_stall_s
-        return Patience(first_token_s, stall_s, self._slowness)
+
+        def hopeless() -> bool:
+            member, now_s = self._registry.get(decision.decode), self._clock.now_s()
+            # Two polls in a row, not one call that failed: a worker that drains accepts none and ends what it has.
+            down = member is None or (member.state == "down" and member.failures_in_row > 1)
+            return down and self._registry.another_decodes(now_s, failed | {decision.decode})
+
+        may_go_elsewhere = life.may_retry or life.replays_left
+        return Patience(first_token_s, stall_s, self._slowness, hopeless if may_go_elsewhere else None)
 
     async def _send(
         self,
@@ -318,6 +326,8 @@ class Dispatcher:
             self._registry.call_failed(target, "unreachable", self._clock.now_s())
             raise self._lost(flight, "unreachable", "the worker could not be reached") from None
         except TimeoutError:
+            if patience.cause == "down":
+                raise self._lost(flight, "down", "the worker went away") from None
             if patience.cause is not None:
                 slow = prefill if prefill is not None and not patience.begun else target
                 self._registry.call_failed(slow, patience.cause, self._clock.now_s())
@@ -331,7 +341,8 @@ class Dispatcher:
 
     def _lost(self, flight: Flight, cause: str, message: str, status: int = 502) -> AttemptFailed:
         # A worker that let its deadline pass has used up the client's patience too: no second attempt.
-        error = ApiError(status, message, type="server_error", code="worker_timeout" if status == 504 else cause)
+        code = {504: "worker_timeout"}.get(status, "worker_error" if cause == "down" else cause)
+        error = ApiError(status, message, type="server_error", code=code)
         return AttemptFailed(cause, error, elsewhere=cause != "worker_timeout")
 
     def _broke(self, error: ApiError, target: Member, prefill: Member | None) -> AttemptFailed:

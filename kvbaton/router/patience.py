@@ -1,8 +1,10 @@
 """How long an attempt may be silent before another worker is asked: gray failures, where a worker answers its health
 checks and nothing else.
 
-Two rules. The first token may take ``first_token_factor`` times what the policy estimated, and never less than
-``first_token_min_s``. Between two tokens of a stream that could be continued elsewhere, ``stream_stall_s``.
+Three rules. The first token may take ``first_token_factor`` times what the policy estimated, and never less than
+``first_token_min_s``. Between two tokens of a stream that could be continued elsewhere, ``stream_stall_s``. And nobody
+waits for a worker that is known to be down, as far as others are up: that is all a whole answer has, which shows
+nothing before its end.
 Invariants: only a small share of all requests is ever given up for a slow first token, so that a fleet that is slow as
 a whole is not made slower by asking twice; without another worker to ask, nobody loses patience.
 Knows nothing about workers or requests.
@@ -11,11 +13,13 @@ Knows nothing about workers or requests.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 SHARE = 0.1  # of requests that may be asked twice for slowness alone; a usual retry budget
 MOST_SAVED = 10.0  # so many at once after a quiet time
+LOOK_S = 0.5  # between two looks at whether the worker is down; as often as it is polled
 
 
 class SlownessBudget:
@@ -37,8 +41,14 @@ class SlownessBudget:
 class Patience:
     """``async with Patience(...)``: a TimeoutError when it is lost; ``cause`` then says which rule."""
 
-    def __init__(self, first_token_s: float | None, stall_s: float | None, budget: SlownessBudget) -> None:
-        """None: that rule does not apply."""
+    def __init__(
+        self,
+        first_token_s: float | None,
+        stall_s: float | None,
+        budget: SlownessBudget,
+        hopeless: Callable[[], bool] | None = None,
+    ) -> None:
+        """None: that rule does not apply. ``hopeless``: the worker is down, and another could be asked."""
         self.cause: str | None = None
         self.begun = False  # something came
         self._first_token_s = first_token_s
@@ -47,18 +57,23 @@ class Patience:
         self._timeout = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
         self._armed_s = 0.0
+        self._hopeless = hopeless
+        self._look: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
         if self._first_token_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._first_token_s, self._too_slow)
+        if self._hopeless is not None:
+            self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._look):
+            if timer is not None:
+                timer.cancel()
         if self._timeout.expired() and self.cause is None:
             self.cause = "stalled"
         await self._timeout.__aexit__(kind, error, trace)
@@ -67,6 +82,14 @@ class Patience:
         if self._budget.spend():
             self.cause = "slow_first_token"
             self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    def _look_again(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._hopeless is not None and self._hopeless():
+            self.cause = "down"
+            self._timeout.reschedule(loop.time())
+        else:
+            self._look = loop.call_later(LOOK_S, self._look_again)
 
     def waits_for_ever(self) -> None:
         """Between tokens."""

@@ -16,7 +16,8 @@ from kvbaton.engine.tokenizer import Tokenizer
 PROMPT = "the quick brown fox and the lazy dog, " * 3
 BODY = {"prompt": PROMPT, "temperature": 1, "seed": 5, "max_tokens": 24, "ignore_eos": True}
 SPLIT2: Any = {"p0": "prefill", "d0": "decode", "d1": "decode"}
-IMPATIENT = {"first_token_min_s": 0.4, "first_token_factor": 1.0, "stream_stall_s": 0.4}
+# Long enough for a first token on a busy machine, short enough to wait for.
+IMPATIENT = {"first_token_min_s": 1.5, "first_token_factor": 1.0, "stream_stall_s": 1.0}
 
 
 def favour(rig: Rig, name: str) -> Any:
@@ -129,6 +130,24 @@ async def test_a_one_way_partition_between_router_and_decode(tiny_model_dir: Pat
         rig.heal()
         await rig.fleet.poll()
         assert member.state == "up"
+
+
+@pytest.mark.parametrize("direction", ["to_server", "to_client"])
+async def test_a_whole_answer_does_not_wait_for_a_worker_that_is_down(tiny_model_dir: Path, direction: Any) -> None:
+    """It shows nothing before its end, so only the polls tell. A lone worker is waited for."""
+    async with make_rig(tiny_model_dir, SPLIT2, poll_timeout_s=0.2) as rig:
+        expected = await rig.expected(BODY)
+        rig.http_proxies["d0"].partition(direction)
+        with favour(rig, "d0"):
+            asking = asyncio.ensure_future(rig.fleet.post(BODY))
+            first = rig.fleet.registry.get("d0")
+            assert first is not None
+            await until(lambda: first.own_requests == 1)
+            for _ in range(2):
+                await rig.fleet.poll()
+            status, answer, headers = await asking
+        assert (status, answer["choices"][0]["text"]) == (200, expected.texts[0])
+        assert headers["x-kvbaton-decode"] == "d1" and rig.retries("down") == 1
 
 
 @pytest.mark.parametrize("direction", ["to_server", "to_client"])

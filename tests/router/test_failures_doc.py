@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -43,9 +42,7 @@ def rows() -> list[list[str]]:
 
 
 def functions(path: Path) -> set[str]:
-    return {
-        n.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+    return set(re.findall(r"^(?:async )?def (\w+)\(", path.read_text(), re.MULTILINE))
 
 
 def test_every_row_is_shown_by_tests_that_exist() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from router.fleet import SHORT, Fleet, running_fleet
-from router.rig import make_rig
+from router.rig import make_rig, read_stream
 from workers.scripted import until
 
 from kvbaton.engine.tokenizer import Tokenizer
-from kvbaton.types import CapacityError
+from kvbaton.types import CapacityError, RemoteError
 
 PROMPT = "the quick brown fox and the lazy dog, "
 
@@ -42,7 +42,9 @@ async def test_each_class_of_priority_has_its_own_bound(tokenizer: Tokenizer) ->
         worker.gate.set()
         assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 8
         served = [request.priority for request, _ in worker.requests]
-        assert served[1:] == [-1, -1, 0, 0, 0, 7, 7], "in the order of their classes"
+        # Two may be tried at once for one place, so neighbours may change places; classes as a whole do not.
+        place = {p: [i for i, q in enumerate(served[1:]) if q == p] for p in (-1, 0, 7)}
+        assert sum(place[-1]) / 2 < sum(place[0]) / 3 < sum(place[7]) / 2, served
         assert fleet.dispatcher.num_queued == 0
 
 
@@ -97,6 +99,64 @@ async def test_the_servers_deadline_bounds_the_clients(tokenizer: Tokenizer) -> 
         assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
 
 
+async def broken_and_waiting(fleet: Fleet) -> asyncio.Task[Any]:
+    """A stream that lost its worker after some tokens, and no other has room."""
+    first, second = fleet.workers["b0"], fleet.workers["b1"]
+    first.token_ids = second.token_ids  # they are the same model
+    second.max_open = 0
+    first.gate_at = 3
+    first.gate.clear()
+    begun = asyncio.Event()
+
+    async def follow() -> tuple[int, bytes, Any]:
+        raw = b""
+        async with fleet.http.post(f"{fleet.url}/v1/completions", json={"prompt": SHORT, "stream": True}) as response:
+            async for part in response.content.iter_any():
+                raw += part
+                begun.set()
+            return response.status, raw, response.headers
+
+    with fleet.registry.hold(fleet.registry.get("b1"), 50, 0):  # type: ignore[arg-type]
+        asking = asyncio.ensure_future(follow())
+        await begun.wait()
+    first.error = RemoteError("gone")
+    first.gate.set()
+    await until(lambda: fleet.dispatcher.num_queued == 1)
+    return asking
+
+
+async def test_a_stream_that_is_continued_waits_for_room(tokenizer: Tokenizer) -> None:
+    """Its turn comes like another's; a queue that is full for others is not full for it."""
+    async with running_fleet(tokenizer, {"b0": "both", "b1": "both"}, max_queued=0) as fleet:
+        asking = await broken_and_waiting(fleet)
+        status, answer, _ = await fleet.post({"prompt": SHORT})
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        fleet.workers["b1"].max_open = 10
+        status, raw, headers = await asking
+        told = read_stream(raw, status, headers)
+        assert told.texts == {0: "hello from b1"} and told.done
+        assert fleet.counter('kvbaton_router_replays_total{cause="worker_error"}') == 1
+
+
+async def test_a_client_that_leaves_while_its_stream_waits_leaves_nothing(tokenizer: Tokenizer) -> None:
+    async with running_fleet(tokenizer, {"b0": "both", "b1": "both"}) as fleet:
+        asking = await broken_and_waiting(fleet)
+        asking.cancel()
+        await until(lambda: fleet.gateway.open.num == 0)
+        assert fleet.dispatcher.num_queued == 0
+        line = 'kvbaton_router_requests_total{decision="local_colocated",endpoint="completions",outcome="cancelled"}'
+        assert fleet.counter(line) == 1
+
+
+async def test_a_stream_that_waits_too_long_ends_with_an_error(tokenizer: Tokenizer) -> None:
+    async with running_fleet(tokenizer, {"b0": "both", "b1": "both"}, queue_timeout_s=0.3) as fleet:
+        asking = await broken_and_waiting(fleet)
+        status, raw, headers = await asking
+        told = read_stream(raw, status, headers)
+        assert told.error is not None and told.error["code"] == "no_capacity" and not told.done
+        assert "hello from b1".startswith(told.texts[0])
+
+
 async def test_decode_room_is_reserved_before_prefill_is_spent(tiny_model_dir: Path) -> None:
     """A decode worker without blocks refuses before the prefill worker hears of the request."""
     async with make_rig(tiny_model_dir, {"p0": "prefill", "d0": "decode"}, queue_timeout_s=0.3) as rig:
@@ -126,7 +186,7 @@ async def test_case_lk_08_overload_and_clients_that_give_up(tokenizer: Tokenizer
             await until(lambda: sum(task.done() for task in asking) == 80 - 24)  # noqa: B023
             refused = [task.result() for task in asking if task.done()]
             assert {(status, answer["error"]["code"]) for status, answer, _ in refused} == {(429, "queue_full")}
-            assert worker.num_open == 4 and fleet.dispatcher.num_queued == 20
+            await until(lambda: worker.num_open == 4 and fleet.dispatcher.num_queued == 20)
             for task in asking:
                 task.cancel()
             await until(lambda: fleet.gateway.open.num == 0 and worker.num_open == 0)
