@@ -92,6 +92,7 @@ async def run_worker(
 
     StoppedEarly when ``stop`` comes before the model is loaded: then nothing was served, and the process should end.
     """
+    bind(settings.host, settings.port).close()  # a port that is taken is known before the model is loaded
     if stale := sweep_stale():
         report("progress", message=f"removed {len(stale)} shared-memory segment(s) of processes that died")
     report("progress", message="loading the model")

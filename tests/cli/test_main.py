@@ -74,7 +74,8 @@ def test_a_port_that_is_taken(
         port = str(taken.getsockname()[1])
         arguments = ["--config", str(tmp_path / "fleet.toml"), "--model", str(tiny_model_dir), "--port", port]
         assert main(["router", *arguments]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in told and "--port" in told
 
 
 def test_the_command_line_loads_no_engine() -> None:

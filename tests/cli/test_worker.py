@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import signal
+import socket
 import sys
 import uuid
 from pathlib import Path
@@ -49,6 +50,15 @@ async def test_a_worker_removes_what_dead_ones_left_and_nothing_of_the_living() 
     assert not (shared_pool.SHM_DIR / left).exists() and (shared_pool.SHM_DIR / living).exists()
     pool.unlink()
     pool.close()
+
+
+async def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tiny_model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = await start("--model", str(tiny_model_dir), "--port", port)
+        _, err = await process.communicate()
+    (line,) = err.decode().splitlines()
+    assert process.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in line and "--port" in line
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
