@@ -263,6 +263,34 @@ def as_line(row: dict[str, Any]) -> str:
     )
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: each router's rate, CPU and latencies, and kvbaton's rate and CPU over vllm-router's."""
+    lines = [
+        "| workload | prompt | clients | router | rate /s | of vllm-router's | CPU us each | p50 ms | p99 ms "
+        "| added p50 ms |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    found = {(r["workload"], r["prompt"], r["connections"], r["router"]): r for r in rows}
+    for (workload, prompt, connections, router), row in found.items():
+        if router == "direct":
+            continue
+        without, rival = (found.get((workload, prompt, connections, name)) for name in ("direct", "vllm-router"))
+        kind = "chunk_us" if workload == "streams" else "latency_us"
+        ratio = f"{rate_of(row) / rate_of(rival):.2f}" if rival and router == "kvbaton" else ""
+        added = f"{(row[kind]['p50'] - without[kind]['p50']) / 1e3:.2f}" if without else ""
+        spent_us = row["router_cpu_s"] / row["wall_s"] / rate_of(row) * 1e6 if rate_of(row) else 0.0
+        lines.append(
+            f"| {workload} | {prompt} | {connections} | {router} | {rate_of(row):,.0f} | {ratio} | {spent_us:,.0f} "
+            f"| {row[kind]['p50'] / 1e3:.2f} | {row[kind]['p99'] / 1e3:.2f} | {added} |"
+        )
+    return "\n".join(lines)
+
+
+def rate_of(row: dict[str, Any]) -> float:
+    """Chunks a second where chunks are what is asked for, else requests."""
+    return float((row["chunks"] if row["workload"] == "streams" else row["requests"]) / row["seconds"])
+
+
 def words(choices: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         found = text.split(",")
@@ -293,6 +321,7 @@ def main() -> int:
         compile_tools(folder)
         with mocks(folder, ports):
             rows = measure(folder, ports, plan, tokenizer)
+    print(table(rows))
     if plan.json:
         plan.json.write_text(json.dumps(rows, indent=1))
     return 1 if any(row["refused"] or row["errors"] for row in rows) else 0
