@@ -276,12 +276,12 @@ class Dispatcher:
                 first_token_s = max(settings.first_token_min_s, settings.first_token_factor * estimate_s)
         if call.internal.journal and life.replays_left and settings.stream_stall_s:
             stall_s = settings.stream_stall_s
+        member = self._registry.get(decision.decode)  # one that leaves the fleet meanwhile may end what it has
 
         def hopeless() -> bool:
-            member, now_s = self._registry.get(decision.decode), self._clock.now_s()
             # Two polls in a row, not one call that failed: a worker that drains accepts none and ends what it has.
-            down = member is None or (member.state == "down" and member.failures_in_row > 1)
-            return down and self._registry.another_decodes(now_s, failed | {decision.decode})
+            down = member is not None and member.state == "down" and member.failures_in_row > 1
+            return down and self._registry.another_decodes(self._clock.now_s(), failed | {decision.decode})
 
         may_go_elsewhere = life.may_retry or life.replays_left
         return Patience(first_token_s, stall_s, self._slowness, hopeless if may_go_elsewhere else None)
