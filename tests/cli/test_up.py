@@ -50,7 +50,8 @@ async def gone(pids: set[int]) -> None:
 
 
 async def test_a_split_fleet_answers_heals_and_leaves_nothing_behind(tiny_model_dir: Path, tmp_path: Path) -> None:
-    async with up(tiny_model_dir, tmp_path, "--prefill", "1", "--decode", "1") as fleet:
+    split = ("--prefill", "1", "--decode", "1", "--threshold-tokens", "0")  # however small the model
+    async with up(tiny_model_dir, tmp_path, *split) as fleet:
         pids = set(fleet.pids.values())
         assert set(fleet.pids) == {"router", "prefill-0", "decode-0"}
         status, remote, headers = await fleet.post(prompt=LONG, max_tokens=8, ignore_eos=True)
