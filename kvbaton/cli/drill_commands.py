@@ -48,7 +48,11 @@ TINY = "tiny"
 @click.option("--list", "list_only", is_flag=True, help="Say what can be rehearsed, and do nothing.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, show_default=True, help="Requests/s.")
 @click.option("--settle-s", type=float, default=60.0, show_default=True, help="Until nothing may be held any more.")
-@click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Write report.html, .md and .json.")
+@click.option(
+    "--report",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write report.html, .md and .json; keep the logs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def drill_command(only: tuple[str, ...], list_only: bool, as_json: bool, **given: Any) -> int:
     """Break a fleet on purpose and watch whether anybody notices.
@@ -119,8 +123,8 @@ async def _target(given: dict[str, Any], stack: AsyncExitStack) -> Target:
         raise LocalError("the drill starts a fleet or takes a running one", field="url", fix="give one of the two")
     if own:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-drill-")))
-        logs = work / "logs"
-        logs.mkdir()
+        logs = given["report"] / "logs" if given["report"] is not None else work / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
         return await stack.enter_async_context(fleet.started(up_flags(given, work), logs))
     if given["kubernetes"] or given["fleet_file"] is not None:
         return await _elsewhere(given)

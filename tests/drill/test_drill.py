@@ -26,7 +26,9 @@ from kvbaton.drill.tiny_model import write_tiny_model
 from kvbaton.drill.verdict import Promise
 from kvbaton.router import control
 
-OWN = {"prefill": 1, "decode": 2, "transport": "tcp", "model": "tiny", "up_flag": ()}
+# On a machine that is busy with other things requests pile up: that must not decide.
+PATIENT = ("--max-inflight=100000",)
+OWN = {"prefill": 1, "decode": 2, "transport": "tcp", "model": "tiny", "up_flag": PATIENT, "report": None}
 
 
 @pytest.fixture
@@ -63,7 +65,9 @@ async def test_a_drill_passes_what_is_right_and_nothing_else(tmp_path: Path, run
     scenarios = [BY_NAME[name] for name in ("decode-killed-streaming", "kv-corrupted", "role-switched")]
     told: list[str] = []
     async with fleet.started(up_flags(OWN, tmp_path), logs) as target:
-        record = await drill(target, [*scenarios, NEVER, TAMPERED], Settings(seed=3), told.append)
+        record = await drill(
+            target, [*scenarios, NEVER, TAMPERED], Settings(seed=3, rate_per_s=1.0, deadline_s=600.0), told.append
+        )
         pids = [process.pid for process in (await target.command(control.Command("status"))).processes]
     assert record.doubtful == [] and record.stopped == "" and not record.passed
     by_name = {result.name: result for result in record.results}
@@ -92,7 +96,8 @@ async def test_a_drill_passes_what_is_right_and_nothing_else(tmp_path: Path, run
 def test_the_command_starts_a_fleet_drills_it_and_reports(
     tmp_path: Path, runtime_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["drill", "--prefill", "1", "--decode", "1", "--model", "tiny", "--transport", "shm"]
+    arguments = ["drill", "--prefill", "1", "--decode", "1", "--model", "tiny", "--transport", "shm", "--rate", "1"]
+    arguments += [f"--up-flag={flag}" for flag in PATIENT]
     code = main([*arguments, "--only", "prefill-killed-idle", "--seed", "5", "--json", "--report", str(tmp_path)])
     shown = capsys.readouterr()
     found = json.loads(shown.out)
