@@ -348,6 +348,61 @@ def test_quantised_weights_match_dequantised_ones(dtype: str, engine: str, bits:
     assert error < (1e-5 if dtype == "float32" else 0.03)
 
 
+@pytest.mark.parametrize("weights_format", ["native", "int8", "int4"])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_row_and_many_agree_bit_for_bit_in_any_shape(seed: int, weights_format: str) -> None:
+    """Few rows, many rows and chunks go through different kernels, over sizes that fill no group and no panel."""
+    rng = np.random.default_rng(seed)
+    heads = int(rng.integers(1, 4))
+    config = TinyConfig(
+        num_heads=heads * 2,
+        num_kv_heads=heads,
+        head_dim=int(rng.choice([16, 48, 80])),
+        hidden_size=int(rng.integers(5, 40)) * 4,
+        intermediate_size=int(rng.integers(3, 200)),
+        vocab_size=int(rng.integers(20, 150)),
+        mlp_bias=bool(seed % 2),
+    )
+    weights = make_weights(config, seed)
+    # Outliers and tiny values in one group of activations.
+    for layer in range(config.num_layers):
+        norm = weights[f"model.layers.{layer}.post_attention_layernorm.weight"]
+        norm *= round_to_bf16(2.0 ** rng.integers(-18, 7, norm.shape))
+    tokens = random_tokens(config, 45, seed)
+
+    def logits(chunks: list[int]) -> np.ndarray:
+        return Runner(config, weights, dtype="bfloat16", weights=weights_format).run(tokens, chunks)
+
+    one_by_one = logits([1])
+    assert np.isfinite(one_by_one).all()
+    for chunks in ([45], [2], [3], [7, 8, 9, 16, 5], [17, 28]):
+        assert np.array_equal(logits(list(chunks)), one_by_one), chunks
+
+
+@pytest.mark.parametrize("weights_format", ["int8", "int4"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_of_a_group_stay_exact(sign: int, weights_format: str) -> None:
+    """Every activation and every weight at the end of its range: the sum that comes closest to 24 bits."""
+    config = replace(SHAPES["llama"], tie_embeddings=False, vocab_size=32)
+    weights = make_weights(config)
+    norm = np.full(config.hidden_size, 255 / 128, dtype=np.float32)  # all eight bits of a bfloat16 set
+    norm[1::GROUP] = 129 / (2048 if weights_format == "int8" else 8192)  # and one that needs the last bit kept
+    weights["model.embed_tokens.weight"] = np.full((32, config.hidden_size), 1, dtype=np.float32)
+    for name, value in weights.items():
+        if value.ndim == 2 and name != "model.embed_tokens.weight":
+            weights[name] = np.ones_like(value)
+            weights[name][:, ::GROUP] = weights_format == "int8"  # int4: a minimum of 0, the rest at its end
+        elif name.endswith("norm.weight"):
+            weights[name] = norm
+    head = weights["lm_head.weight"] = sign * weights["lm_head.weight"]
+    runner = Runner(config, weights, dtype="bfloat16", weights=weights_format)
+    many = runner.run([0] * 20, [20])
+    one = Runner(config, weights, dtype="bfloat16", weights=weights_format).run([0] * 20, [1])
+    assert np.array_equal(many, one)
+    scale = np.float32(np.float16(np.float32(1) / 127)) * 127
+    assert np.allclose(many, (head @ norm)[None] * scale, rtol=1e-3)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 17, 33, 300])
 def test_logits_of_chosen_rows_only(rows: int) -> None:
     config = SHAPES["llama"]

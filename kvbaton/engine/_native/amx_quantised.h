@@ -1,9 +1,10 @@
 // Products with int8 and int4 weights. Included inside a namespace by amx_engine.cpp.
 //
-// Activations are rounded to multiples of a power of two, one for each row and group of 32 values: the last bit that bf16 has of
-// the group's largest value. They are then integers below 256 times that power, so the product of a group with the integers
-// that the weights are stored as is exact, in whatever order and by whatever instruction. Only what follows rounds, and is the
-// same for any number of rows, group by group from 0 upwards:
+// Activations, bf16 numbers, are rounded to multiples of a power of two, one for each row and group of 32 values: a few bits finer
+// than the last bit of the group's largest value, so that only the small ones lose bits. The product of a group with the integers
+// that the weights are stored as then fits in 24 bits and is exact, in whatever order and by whatever instruction:
+// 32 * 255 * 2^4 * 127 (int8) and 32 * 255 * 2^6 * 15 (int4) are below 2^24. Only what follows rounds, and is the same for any
+// number of rows, group by group from 0 upwards:
 //
 //   sum = fma(exact product, the weights' scale, sum), and for int4: sum = fma(exact sum of the activations, minimum, sum)
 //
@@ -11,9 +12,11 @@
 // bf16 tiles, for which a panel is unpacked once.
 
 static constexpr int kFewRows = 8;
-static constexpr unsigned kLowestExponent = 27;  // biased; below 2^-107 nothing is told apart, so that nothing is subnormal
+static constexpr unsigned kLowestExponent = 27;  // biased: groups below 2^-100 are rounded as if at it, so that nothing is subnormal
 
-// A group of one row of activations, rounded: 16 values of even k, 16 of odd k, multiples of 2^(exponent - 127 - 7).
+constexpr int finer_bits(bool int4) { return int4 ? 6 : 4; }
+
+// A group of one row of activations, rounded: 16 values of even k, 16 of odd k, multiples of 2^(exponent - 127 - 7 - finer bits).
 struct Rounded {
   __m512 even, odd;
   unsigned exponent;
@@ -21,38 +24,45 @@ struct Rounded {
 
 static inline float power_of_two(unsigned exponent) { return _mm512_cvtss_f32((__m512)_mm512_set1_epi32(int(exponent << 23))); }
 
+template <bool INT4>
 static inline Rounded round_group(const bf16_t* x) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), upper = _mm512_set1_epi32(int(0xffff0000));
   __m512i both = _mm512_load_si512(x), even = _mm512_slli_epi32(both, 16), odd = _mm512_and_si512(both, upper);
-  unsigned largest = _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512(even, magnitude), _mm512_and_si512(odd, magnitude)));
+  __m512i larger = _mm512_max_epu32(_mm512_and_si512(even, magnitude), _mm512_and_si512(odd, magnitude));
+  unsigned largest = _mm512_reduce_max_epu32(larger);
   unsigned exponent = std::max(largest >> 23, kLowestExponent);
   // Adding 1.5 * 2^23 times the last bit leaves no room for smaller bits. Infinity, NaN and beyond 2^112 become NaN: loud.
-  unsigned magic_bits = exponent + 16 < 255 ? ((exponent + 16) << 23) | 0x400000 : 0x7fc00000;
+  unsigned magic_bits = exponent + 16 < 255 ? ((exponent + 16 - finer_bits(INT4)) << 23) | 0x400000 : 0x7fc00000;
   __m512 magic = (__m512)_mm512_set1_epi32(int(magic_bits));
-  return {_mm512_sub_ps(_mm512_add_ps((__m512)even, magic), magic), _mm512_sub_ps(_mm512_add_ps((__m512)odd, magic), magic), exponent};
+  __m512 rounded_even = _mm512_sub_ps(_mm512_add_ps((__m512)even, magic), magic);
+  __m512 rounded_odd = _mm512_sub_ps(_mm512_add_ps((__m512)odd, magic), magic);
+  return {rounded_even, rounded_odd, exponent};
 }
 
 static inline float sum_of(const Rounded& group) { return _mm512_reduce_add_ps(_mm512_add_ps(group.even, group.odd)); }  // exact
 
 // ---- few rows: VNNI --------------------------------------------------------------------------------------------------
 
-// A rounded group as integers, each 2 * high + low: VNNI multiplies bytes, and these have nine bits with the sign.
+// A rounded group as integers, each high * 2^(finer bits + 1) + low: VNNI multiplies bytes.
 struct alignas(64) Digits {
-  int8_t high[32];
-  uint8_t low[32];
+  int8_t high[32], low[32];
   float unit, sum;     // what 1 stands for; the sum of the group
   int32_t offset;      // -128 times the sum of the integers: int8 weights are stored with 128 added
 };
 
+template <bool INT4>
 static void digits_of(const bf16_t* x, Digits& out) {
-  Rounded group = round_group(x);
+  constexpr int kFiner = finer_bits(INT4), kLowBits = kFiner + 1;
+  Rounded group = round_group<INT4>(x);
   bool finite = group.exponent + 16 < 255;
-  __m512 inverse = _mm512_set1_ps(power_of_two(finite ? 261 - group.exponent : 127));
-  __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps(group.even, inverse)), odd = _mm512_cvtps_epi32(_mm512_mul_ps(group.odd, inverse));
+  __m512 inverse = _mm512_set1_ps(power_of_two(finite ? 261 + kFiner - group.exponent : 127));
+  __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps(group.even, inverse));
+  __m512i odd = _mm512_cvtps_epi32(_mm512_mul_ps(group.odd, inverse));
   __m512i words = _mm512_mask_blend_epi16(0xaaaaaaaa, even, _mm512_slli_epi32(odd, 16));
-  _mm256_store_si256((__m256i*)out.high, _mm512_cvtepi16_epi8(_mm512_srai_epi16(words, 1)));
-  _mm256_store_si256((__m256i*)out.low, _mm512_cvtepi16_epi8(_mm512_and_si512(words, _mm512_set1_epi16(1))));
-  out.unit = finite ? power_of_two(group.exponent - 7) : __builtin_nanf("");
+  _mm256_store_si256((__m256i*)out.high, _mm512_cvtepi16_epi8(_mm512_srai_epi16(words, kLowBits)));
+  __m512i low = _mm512_and_si512(words, _mm512_set1_epi16((1 << kLowBits) - 1));
+  _mm256_store_si256((__m256i*)out.low, _mm512_cvtepi16_epi8(low));
+  out.unit = finite ? power_of_two(group.exponent - 7 - kFiner) : __builtin_nanf("");
   out.sum = sum_of(group);
   out.offset = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(even, odd));
 }
@@ -86,7 +96,8 @@ static inline void add_group(const Digits* const* x, const uint8_t* group, __m51
   }
 #pragma GCC unroll 8
   for (int quad = 0; quad < 8; quad++) {
-    __m512i first = stored_quad<INT4>(stored_tile<INT4>(group, 0), quad), second = stored_quad<INT4>(stored_tile<INT4>(group, 1), quad);
+    __m512i first = stored_quad<INT4>(stored_tile<INT4>(group, 0), quad);
+    __m512i second = stored_quad<INT4>(stored_tile<INT4>(group, 1), quad);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
       __m512i h = four_of_k(x[r]->high, quad), l = four_of_k(x[r]->low, quad);
@@ -100,7 +111,7 @@ static inline void add_group(const Digits* const* x, const uint8_t* group, __m51
     __m512 scale = half_scales(group + tile * 32);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) {
-      __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[r][tile], 1), low[r][tile]);
+      __m512i product = _mm512_add_epi32(_mm512_slli_epi32(high[r][tile], finer_bits(INT4) + 1), low[r][tile]);
       __m512 exact = _mm512_mul_ps(_mm512_cvtepi32_ps(product), _mm512_set1_ps(x[r]->unit));
       sums[r][tile] = _mm512_fmadd_ps(exact, scale, sums[r][tile]);
       if (INT4) sums[r][tile] = _mm512_fmadd_ps(_mm512_set1_ps(x[r]->sum), half_scales(group + 64 + tile * 32), sums[r][tile]);
@@ -129,8 +140,8 @@ template <Epilogue E, bool INT4>
 static void few_product(Model& model, const Packed& x, int rows, const Linear& linear, const Target& out) {
   auto* digits = model.digits.as<Digits>(size_t(rows) * linear.groups);
   for (int row = 0; row < rows; row++)
-    for (int g = 0; g < linear.groups; g++) digits_of(x.at(row, g * 32), digits[size_t(row) * linear.groups + g]);
-  int passes = rows / 4 + rows % 4 / 2 + rows % 2, steps = passes * linear.groups, lines = int(linear.panel_bytes / 64 + steps - 1) / steps;
+    for (int g = 0; g < linear.groups; g++) digits_of<INT4>(x.at(row, g * 32), digits[size_t(row) * linear.groups + g]);
+  int steps = (rows / 4 + rows % 4 / 2 + rows % 2) * linear.groups, lines = int(linear.panel_bytes / 64 + steps - 1) / steps;
   model.pool->run(linear.panels, [&](int panel, int) {
     Prefetch ahead{reinterpret_cast<const char*>(linear.panel(std::min(panel + 1, linear.panels - 1))), lines};
     int row = 0;
@@ -150,8 +161,8 @@ struct Unpacked {
 };
 
 static inline __m512i interleave_high_halves(__m512 a, __m512 b) {
-  const __m512i odd = _mm512_set_epi16(63, 31, 61, 29, 59, 27, 57, 25, 55, 23, 53, 21, 51, 19, 49, 17, 47, 15, 45, 13, 43, 11, 41, 9,
-                                       39, 7, 37, 5, 35, 3, 33, 1);
+  const __m512i odd = _mm512_set_epi16(63, 31, 61, 29, 59, 27, 57, 25, 55, 23, 53, 21, 51, 19, 49, 17, 47, 15, 45, 13, 43, 11,
+                                       41, 9, 39, 7, 37, 5, 35, 3, 33, 1);
   return _mm512_permutex2var_epi16((__m512i)a, odd, (__m512i)b);
 }
 
@@ -170,11 +181,9 @@ static inline void unpack_int8_tile(const uint8_t* tile, bf16_t* out) {
 }
 
 static inline void unpack_int4_tile(const uint8_t* tile, bf16_t* out) {
-  // The two bytes of the bf16 numbers 0 to 15.
-  const __m512i low = _mm512_broadcast_i32x4(_mm_set_epi8(0x70, 0x60, 0x50, 0x40, 0x30, 0x20, 0x10, 0, (char)0xe0, (char)0xc0, (char)0xa0,
-                                                          (char)0x80, 0x40, 0, (char)0x80, 0));
-  const __m512i high = _mm512_broadcast_i32x4(_mm_set_epi8(0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x40, 0x40, 0x40, 0x40, 0x40,
-                                                           0x40, 0x3f, 0));
+  // The two bytes of the bf16 numbers 0 to 15, four to a word.
+  const __m512i low = _mm512_broadcast_i32x4(_mm_set_epi32(0x70605040, 0x30201000, int(0xe0c0a080), 0x40008000));
+  const __m512i high = _mm512_broadcast_i32x4(_mm_set_epi32(0x41414141, 0x41414141, 0x40404040, 0x40403f00));
 #pragma GCC unroll 8
   for (int quad = 0; quad < 8; quad++, out += 64) {
     __m512i codes = stored_quad<true>(tile, quad);
@@ -218,8 +227,8 @@ static inline void group_product(const bf16_t* a, const bf16_t* b, float* out) {
 
 // 16 rows times 16 columns. sums: of the activations, [groups][16 rows].
 template <Epilogue E, bool INT4>
-static inline void scaled_tile(const bf16_t* a, const float* sums, const Unpacked& w, int groups, int half, const Target& out, int row,
-                               int panel, float* result, Prefetch& ahead) {
+static inline void scaled_tile(const bf16_t* a, const float* sums, const Unpacked& w, int groups, int half, const Target& out,
+                               int row, int panel, float* result, Prefetch& ahead) {
   constexpr int kBehind = 2;  // groups between a product and its use: the store must have reached L1
   alignas(64) float ring[4][256];
   __m512 sum[16];
@@ -260,7 +269,7 @@ static void many_product(Model& model, const Packed& x, int rows, const Linear& 
     for (int row = tile * 16; row < std::min(rows, tile * 16 + 16); row++)
       for (int g = 0; g < groups; g++) {
         bf16_t* at = x.at(row, g * 32);
-        Rounded group = round_group(at);
+        Rounded group = round_group<INT4>(at);
         __m512i upper = (__m512i)group.odd, lower = _mm512_srli_epi32((__m512i)group.even, 16);
         _mm512_store_si512(at, _mm512_or_si512(upper, lower));
         if (INT4) sums[(size_t(tile) * groups + g) * 16 + row % 16] = sum_of(group);
