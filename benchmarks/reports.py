@@ -85,7 +85,7 @@ def profile_worker(path: Path) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         command = [*KVBATON, "profile", json.loads(line)["url"], "--with-link", "--out", str(path)]
         command += ["--prefill-tokens", "32,64,128,256,512,1024", "--cached-tokens", "0,256", "--contexts", "64,384"]
-        return subprocess.run([*command, "--batches", "1,2,4,8,16,32", "--max-repeats", "5"], check=False).returncode
+        return subprocess.run([*command, "--batches", "1,2,4,8,16,32", "--max-repeats", "6"], check=False).returncode
     finally:
         fleet.terminate()
         try:

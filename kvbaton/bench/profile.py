@@ -54,7 +54,7 @@ class ProfileSpec:
     decode_contexts: tuple[int, ...] = (64, 512)
     repeats: int = 3  # of each row at least
     max_repeats: int = 8  # of rows that are not stable by then
-    budget_s: float = 120.0  # no further round that would end later
+    budget_s: float = 120.0  # beyond ``repeats``, no further round that would end later
     stable_within: float = 0.02  # half width of what the median of a row is known to, relative
     decode_steps: int = 24
     chunk_tokens: int = 512  # the worker's step budget: a prompt longer than it takes several steps
@@ -203,7 +203,7 @@ class _Probe:
                 await self._measure(each)
             round_s, ended_s = time.monotonic() - ended_s, time.monotonic()
             tell(f"round {number + 1}: {len(left)} rows measured, {sum(not e.settled(spec) for e in left)} not stable")
-            if ended_s + round_s > began_s + spec.budget_s:
+            if number + 1 >= spec.repeats and ended_s + round_s > began_s + spec.budget_s:
                 tell(f"no time for another round within {spec.budget_s:g} s")
                 break
         return self._prefill_rows(wanted, tell), self._decode_rows(wanted, tell)
@@ -312,7 +312,8 @@ def _between(points: Sequence[int]) -> list[int]:
 
 def _said(row: PrefillRow | DecodeRow) -> str:
     dropped = f", {row.dropped} dropped" if row.dropped else ""
-    return f" ({row.num} samples{dropped}, known to {row.half_width:.1%}{', held out' if row.held_out else ''})"
+    known = f", known to {row.half_width:.1%}" if row.num > 1 else ""
+    return f" ({row.num} samples{dropped}{known}{', held out' if row.held_out else ''})"
 
 
 def _ttft(sample: RequestSample) -> float:

@@ -369,7 +369,7 @@ def _default_model() -> Path:
 @click.option("--contexts", default="64,512", show_default=True, help="Context lengths to decode at.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Samples of each row at least.")
 @click.option("--max-repeats", type=click.IntRange(1), default=8, show_default=True, help="Of rows not stable by then.")
-@click.option("--budget", type=float, default=120.0, show_default=True, help="Seconds the rows may take.")
+@click.option("--budget", type=float, default=120.0, show_default=True, help="Seconds after which no further round.")
 @click.option(
     "--chunk-tokens", type=click.IntRange(1), default=512, show_default=True, help="The worker's step budget."
 )
