@@ -155,14 +155,19 @@ class Dispatcher:
             call = self._once_more(flight, whole, last)
             prefill_failed = last.cause == "prefill_failed"
             failed |= self._blamed(decision, last.cause, failed)
+            if flight.causes.count("prefill_failed") >= 2:  # enough of it: the rest is done where it decodes
+                failed |= {member.name for member in self._registry.members if member.role == "prefill"}
 
     def _once_more(self, flight: Flight, whole: Call, last: AttemptFailed) -> Call:
         """What the next worker is asked, or the error when nobody shall be."""
         life = flight.lifecycle
         if not flight.exchange.started:
-            if not last.elsewhere or not life.may_retry:
+            if self._costs_nothing(flight, last):
+                life.on(Event.DEFER)
+            elif not last.elsewhere or not life.may_retry:
                 raise last.error
-            life.on(Event.RETRY)
+            else:
+                life.on(Event.RETRY)
             self._metrics.add("kvbaton_router_retries_total", last.cause)
             flight.journal.clear()
             return whole
@@ -174,6 +179,13 @@ class Dispatcher:
         self._metrics.add("kvbaton_router_replays_total", last.cause)
         self._metrics.add("kvbaton_router_replayed_tokens_total", amount=rest.num_replayed_tokens)
         return replace(whole, internal=rest.internal, view=rest.view, num_sequences=rest.num_sequences)
+
+    @staticmethod
+    def _costs_nothing(flight: Flight, last: AttemptFailed) -> bool:
+        """What is no retry: a worker that never heard of the request, and the way to local work when a second hand-off
+        failed. So a pool that is gone as a whole is gone around, however many workers it had; each is asked once."""
+        again = last.cause == "prefill_failed" and flight.causes.count("prefill_failed") == 2
+        return last.cause == "unreachable" or (again and last.elsewhere)
 
     def _blamed(self, decision: Decision, cause: str, failed: frozenset[str]) -> frozenset[str]:
         """The workers that are not asked again by this request."""
