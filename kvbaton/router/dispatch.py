@@ -182,8 +182,7 @@ class Dispatcher:
 
     @staticmethod
     def _costs_nothing(flight: Flight, last: AttemptFailed) -> bool:
-        """What is no retry: a worker that never heard of the request, and the way to local work when a second hand-off
-        failed. So a pool that is gone as a whole is gone around, however many workers it had; each is asked once."""
+        """No retry: a worker that never heard of it, or local work after a second failed hand-off. Pools may be gone."""
         again = last.cause == "prefill_failed" and flight.causes.count("prefill_failed") == 2
         return last.cause == "unreachable" or (again and last.elsewhere)
 
