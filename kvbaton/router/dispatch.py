@@ -182,7 +182,7 @@ class Dispatcher:
 
     @staticmethod
     def _costs_nothing(flight: Flight, last: AttemptFailed) -> bool:
-        """No retry: a worker that never heard of it, or local work after a second failed hand-off. Pools may be gone."""
+        """No retry: a worker that never heard of it, or local work after a second failed hand-off."""
         again = last.cause == "prefill_failed" and flight.causes.count("prefill_failed") == 2
         return last.cause == "unreachable" or (again and last.elsewhere)
 
