@@ -127,7 +127,7 @@ TERMS: dict[str, str] = {
 # (violation, cost, name, queue, prefill, TTFT) of prefilling on a worker
 _Source = tuple[float, float, str, float, float, float]
 # (violation, cost, name, admission, step with the request in the batch, harm, bytes to move, no room)
-_Landing = tuple[float, float, str, float, float, float, int, float]
+Landing = tuple[float, float, str, float, float, float, int, float]
 
 
 def uncached(request: RequestView, member: MemberView) -> int:
@@ -155,9 +155,9 @@ def _sources(
     return found
 
 
-def _landings(
+def landings_on(
     request: RequestView, members: Sequence[MemberView], costs: FleetCosts, limits: Limits
-) -> list[_Landing]:  # fmt: skip
+) -> list[Landing]:  # fmt: skip
     """Decoding on each worker, whoever prefills."""
     workers, usual, token_bytes, slo_s = costs.workers, costs.worker, costs.token_bytes, limits.tpot_slo_s
     prompt, sequences, price = request.num_prompt_tokens, request.num_sequences, limits.price
@@ -185,14 +185,20 @@ def _landings(
 
 
 def locals_(
-    request: RequestView, members: Sequence[MemberView], costs: FleetCosts, limits: Limits
-) -> list[Candidate]:  # fmt: skip
-    """Prefill where it decodes, on each worker."""
+    request: RequestView,
+    members: Sequence[MemberView],
+    costs: FleetCosts,
+    limits: Limits,
+    landings: Sequence[Landing] | None = None,
+) -> list[Candidate]:
+    """Prefill where it decodes, on each worker. ``landings``: those on ``members``, if they were made already."""
     workers, usual, overhead_s, output_tokens = costs.workers, costs.worker, costs.overhead_local_s, costs.output_tokens
     ttft_slo_s, tpot_slo_s, price = limits.ttft_slo_s, limits.tpot_slo_s, limits.price
     prompt, prompts = request.num_prompt_tokens, request.num_prompts
     found = []
-    for member, landing in zip(members, _landings(request, members, costs, limits), strict=True):
+    if landings is None:
+        landings = landings_on(request, members, costs, limits)
+    for member, landing in zip(members, landings, strict=True):
         _, _, name, _, step_s, harm_s, _, violation = landing
         cost = workers.get(name, usual)
         streams, queued = min(member.num_requests, member.max_running), member.queued_tokens
@@ -237,7 +243,7 @@ def locals_(
     return found
 
 
-def _pair(source: _Source, landing: _Landing, costs: FleetCosts, limits: Limits) -> Candidate:
+def _pair(source: _Source, landing: Landing, costs: FleetCosts, limits: Limits) -> Candidate:
     late, _, prefill, queue_s, prefill_s, ttft_s = source
     _, _, decode, admission_s, step_s, harm_s, moved_bytes, no_room = landing
     known = costs.links.get(prefill)
@@ -259,14 +265,13 @@ def _pair(source: _Source, landing: _Landing, costs: FleetCosts, limits: Limits)
 def _legs(
     request: RequestView,
     prefills: Sequence[MemberView],
-    decodes: Sequence[MemberView],
+    landings: Sequence[Landing],
     costs: FleetCosts,
     limits: Limits,
-) -> tuple[list[_Source], list[_Landing]]:
+) -> tuple[list[_Source], list[Landing]]:
     """The best of either pool on their own, best first; among equals those whose turn it is."""
     sources = sorted(_sources(request, prefills, costs, limits), key=_leg_rank)
-    landings = sorted(_landings(request, decodes, costs, limits), key=_leg_rank)
-    return sources[:MOST_LEGS], landings[:MOST_LEGS]
+    return sources[:MOST_LEGS], sorted(landings, key=_leg_rank)[:MOST_LEGS]
 
 
 _leg_rank = itemgetter(0, 1)
@@ -280,24 +285,24 @@ def pairs(
     limits: Limits,
 ) -> list[Candidate]:
     """Every pair of the most promising workers of either pool."""
-    sources, landings = _legs(request, prefills, decodes, costs, limits)
+    sources, landings = _legs(request, prefills, landings_on(request, decodes, costs, limits), costs, limits)
     return [_pair(source, landing, costs, limits) for source in sources for landing in landings]
 
 
 def best_pair(
     request: RequestView,
     prefills: Sequence[MemberView],
-    decodes: Sequence[MemberView],
+    landings: Sequence[Landing],
     costs: FleetCosts,
     limits: Limits,
 ) -> Candidate:
     """The first of least rank among ``pairs``. A pair is not looked at when its legs alone are worse than the best."""
-    sources, landings = _legs(request, prefills, decodes, costs, limits)
-    best = _pair(sources[0], landings[0], costs, limits)
+    sources, targets = _legs(request, prefills, landings, costs, limits)
+    best = _pair(sources[0], targets[0], costs, limits)
     violation, cost_s = best.violation, best.cost_s
     for source in sources:
         late, source_s = source[0], source[1]
-        for landing in landings:
+        for landing in targets:
             least = late + landing[0]
             if least > violation or (least == violation and source_s + landing[1] >= cost_s):
                 continue

@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from kvbaton.router.cost import Candidate, FleetCosts, Limits, best_pair, locals_, pairs, uncached
+from kvbaton.router.cost import Candidate, FleetCosts, Limits, best_pair, landings_on, locals_, pairs, uncached
 from kvbaton.router.views import MemberView, RequestView
 
 __all__ = ["REASONS", "Decision", "MemberView", "NoWorker", "PolicyConfig", "RequestView", "decide"]
@@ -167,10 +167,14 @@ def decide_case(case: Case) -> Decision:
 def _by_cost(case: Case) -> Decision:
     pools, limits, request, costs = _Pools(case), case.config.limits, case.request, case.costs
     forced = pools.only_local(case)
-    here = _first(locals_(request, pools.locals or pools.last_resort, costs, limits))
+    alone = pools.locals or pools.last_resort
+    landings = landings_on(request, alone, costs, limits)
+    here = _first(locals_(request, alone, costs, limits, landings))
     if forced is not None:
         return _placed(case, forced, here, None)
-    away = best_pair(request, pools.roomy, pools.decodes, costs, limits)
+    if len(pools.decodes) < len(alone):  # colocated workers take no hand-offs
+        landings = [each for each, member in zip(landings, alone, strict=True) if member.role == "decode"]
+    away = best_pair(request, pools.roomy, landings, costs, limits)
     if here.rank <= away.rank:  # equal ones stay: no bytes need to move
         return _placed(case, "local_cheaper", here, away)
     if request.bucket >= case.config.disagg_percent:

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvbaton.router.cost import MOST_LEGS, FleetCosts, Limits, LinkCost, WorkerCost, best_pair, locals_, pairs
+from kvbaton.router.cost import (
+    MOST_LEGS,
+    FleetCosts,
+    Limits,
+    LinkCost,
+    WorkerCost,
+    best_pair,
+    landings_on,
+    locals_,
+    pairs,
+)
 from kvbaton.router.policy import COLD, Decision, NoWorker, PolicyConfig, decide
 from kvbaton.router.views import MemberView, RequestView
 
@@ -229,7 +239,8 @@ def test_the_choice_is_the_best_of_all_placements(
     decodes = [m for m in members if m.role == "decode"]
     if prefills and decodes:
         every = pairs(view, prefills, decodes, costs, LIMITS)
-        assert best_pair(view, prefills, decodes, costs, LIMITS).rank == min(each.rank for each in every)
+        landings = landings_on(view, decodes, costs, LIMITS)
+        assert best_pair(view, prefills, landings, costs, LIMITS).rank == min(each.rank for each in every)
 
 
 @given(fleets(), REQUESTS, st.integers(1, 50_000))

@@ -63,11 +63,14 @@ def test_nobody_can_take_it(members: tuple[MemberView, ...]) -> None:
         choose(500, *members)
 
 
-def routed(tokens: int, members: list[MemberView], count: int) -> Counter[str]:
+POLICIES = pytest.mark.parametrize("config", [CONFIG, PolicyConfig()], ids=["static", "cost"])
+
+
+def routed(tokens: int, members: list[MemberView], count: int, config: PolicyConfig = CONFIG) -> Counter[str]:
     """Send ``count`` requests, each one adding to its worker's load, as the registry does."""
     sent: Counter[str] = Counter()
     for turn in range(count):
-        decision = choose(tokens, *members, turn=turn, has_prefill_pool=False)
+        decision = choose(tokens, *members, turn=turn, has_prefill_pool=False, config=config)
         sent[decision.decode] += 1
         members = [
             replace(m, num_requests=m.num_requests + 1, queued_tokens=m.queued_tokens + tokens)
@@ -78,24 +81,33 @@ def routed(tokens: int, members: list[MemberView], count: int) -> Counter[str]:
     return sent
 
 
-def test_a_burst_is_spread_whatever_the_poll_said() -> None:
-    sent = routed(100, [member("a", "both"), member("b", "both", num_requests=1)], 8)
+@POLICIES
+def test_a_burst_is_spread_whatever_the_poll_said(config: PolicyConfig) -> None:
+    """Case RT-01."""
+    sent = routed(100, [member("a", "both"), member("b", "both", num_requests=1)], 8, config)
     assert abs(sent["a"] - sent["b"]) <= 2
 
 
-def test_short_prompts_are_spread() -> None:
-    sent = routed(20, [member("a", "both"), member("b", "both")], 12)
+@POLICIES
+def test_short_prompts_are_spread(config: PolicyConfig) -> None:
+    """Case RT-08."""
+    sent = routed(20, [member("a", "both"), member("b", "both")], 12, config)
     assert sent == {"a": 6, "b": 6}
 
 
-def test_a_miss_goes_to_the_idle_worker_not_to_the_small_cache() -> None:
-    sent = routed(100, [member("a", "both", num_requests=50), member("b", "both")], 20)
+@POLICIES
+def test_a_miss_goes_to_the_idle_worker_not_to_the_small_cache(config: PolicyConfig) -> None:
+    """Case RT-04."""
+    sent = routed(100, [member("a", "both", num_requests=50), member("b", "both")], 20, config)
     assert sent["b"] >= 18
 
 
-def test_a_hot_prefix_spreads_when_its_holder_is_busy() -> None:
+@POLICIES
+def test_a_hot_prefix_spreads_when_its_holder_is_busy(config: PolicyConfig) -> None:
+    """Case RT-09; with everything else as it is, it goes to its holder."""
     members = [member(str(i), "both", cached_tokens=2000 if i == 0 else 0) for i in range(4)]
-    sent = routed(2048, members, 200)
+    assert choose(2048, *members, turn=1, has_prefill_pool=False, config=config).decode == "0"
+    sent = routed(2048, members, 200, config)
     assert max(sent.values()) / (200 / 4) <= 1.5
 
 
@@ -112,3 +124,40 @@ def test_the_same_arguments_give_the_same_decision() -> None:
 def test_many_short_prompts_in_one_request_are_not_a_long_one() -> None:
     decision = decide(request(400, num_prompts=20), (P, D), CONFIG, 0, True)
     assert decision.reason == "local_short"
+
+
+def test_cost_never_splits_a_request_that_is_better_alone() -> None:
+    """Case RT-15 is about what a threshold of 0 means: always. None means as measured, and says so."""
+    assert choose(40, P, D, config=PolicyConfig(0)).reason == "remote"
+    assert choose(40, P, D, config=PolicyConfig()).reason == "local_cheaper"
+    assert choose(4_000, P, replace(D, num_requests=30), config=PolicyConfig()).reason == "remote"
+
+
+@pytest.mark.parametrize("kind", ["least_load", "round_robin"])
+def test_the_rivals_look_at_load_or_at_nothing(kind: Any) -> None:
+    config = PolicyConfig(kind=kind)
+    decodes = [replace(D, num_requests=3, cached_tokens=400), replace(D, name="e"), replace(D, name="f")]
+    placed = [choose(500, P, *decodes, config=config, turn=turn) for turn in range(6)]
+    assert all(each.reason == "remote" for each in placed), "without a threshold everything is handed over"
+    expected = "efefef" if kind == "least_load" else "defdef"
+    assert sorted(each.decode for each in placed) == sorted(expected) or kind == "least_load"
+    assert {each.decode for each in placed} == set(expected)
+    short = PolicyConfig(64, kind=kind)
+    assert choose(63, P, *decodes, config=short).reason == "local_short"
+
+
+@pytest.mark.parametrize(
+    ("members", "changes", "reason"),
+    [
+        ((B,), {"has_prefill_pool": False}, "local_colocated"),
+        ((D,), {}, "fallback_no_prefill"),
+        ((D,), {"prefill_failed": True}, "fallback_prefill_failed"),
+        ((replace(P, max_context=400), D), {}, "fallback_prompt_too_long"),
+        ((P,), {}, "fallback_no_decode"),
+        ((P, B), {}, "local_colocated"),
+    ],
+)
+def test_reasons_of_cost_where_there_is_no_choice(members: tuple[MemberView, ...], changes: Any, reason: str) -> None:
+    decision = choose(500, *members, config=PolicyConfig(), **changes)
+    assert (decision.reason, decision.prefill) == (reason, None)
+    assert decision.ttft_s is not None and decision.terms["violation"] == 0.0
