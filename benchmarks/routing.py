@@ -1,6 +1,6 @@
 """Routing policies on real traces: prefix-token hit rate and p95 TTFT, in the simulator that drives the live router.
 
-    python -m benchmarks.routing                      3,000 requests of each trace, two fleets, three loads
+    python -m benchmarks.routing                      2,000 requests of each trace, two fleets, three loads
     python -m benchmarks.routing --requests 0         whole traces
     python -m benchmarks.routing --lookup             the index alone: a 128k-token prompt, beside a walk per worker
     python -m benchmarks.routing --json out.json
@@ -12,7 +12,7 @@ prefix index, fed by the block managers' events 50 ms late. Only the clock and t
             even a router that never hits keeps up on average; what it loses then are queues, not the fleet.
     bound   hit rate of one ideal cache on the same requests in order of arrival, each computed at once: LRU over full
             blocks, with the capacity of all workers that prefill together, nothing of it spent on outputs or on a
-            block twice. It cannot be reached by several workers.
+            block twice. LRU is not the best there is, so now and then several caches do a little better.
 
 Exit code 1 when the hit rate of ``cost`` is below 90% of the bound or its p95 TTFT is not below each rival's.
 """
@@ -48,7 +48,7 @@ from kvbaton.router.kv_index import KVIndex
 from kvbaton.router.policy import PolicyConfig
 
 TRACES = ("conversation_trace", "synthetic_trace")
-LOADS = (0.5, 0.7, 0.9)
+LOADS = (0.3, 0.5, 0.7)
 KINDS = ("cost", "round_robin", "least_load", "static")
 THRESHOLD_TOKENS = 512  # of the rivals that have one: from here on a prompt is handed over
 BLOCK_TOKENS = 512  # the traces' own
@@ -230,7 +230,7 @@ def lookup(num_workers: int = 16, num_tokens: int = 131072, block_size: int = 16
     return {
         "workers": num_workers,
         "hashes": index.num_hashes,
-        **{f"{what}, ms": {"p50": median(ms), "max": max(ms)} for what, ms in times.items()},
+        **{f"{what}, ms": {"min": min(ms), "p50": median(ms), "max": max(ms)} for what, ms in times.items()},
     }
 
 
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--fleets", default="colocated,split")
     parser.add_argument("--loads", default=",".join(map(str, LOADS)))
     parser.add_argument("--policies", default=",".join(KINDS))
-    parser.add_argument("--requests", type=int, default=3000, help="the first so many of each trace; 0: all")
+    parser.add_argument("--requests", type=int, default=2000, help="the first so many of each trace; 0: all")
     parser.add_argument("--lookup", action="store_true", help="time the index alone")
     parser.add_argument("--json", type=Path, help="write everything there")
     options = parser.parse_args()
@@ -275,7 +275,10 @@ def main() -> int:
 
 
 def progress(last: Row) -> str:
-    return f"{last.trace} {last.fleet} load {last.load:g} {last.policy}: {last.run_s:.1f} CPU seconds"
+    return (
+        f"{last.trace} {last.fleet} load {last.load:g} {last.policy}: hit {last.hit:.1%} ({last.of_bound:.0%} of the "
+        f"bound), TTFT p95 {last.ttft_p95_s:.3f} s, {last.run_s:.1f} CPU seconds"
+    )
 
 
 if __name__ == "__main__":
