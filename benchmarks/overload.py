@@ -91,7 +91,7 @@ def phase(folder: Path, port: int, rate: float, seconds: float) -> dict[str, Any
     done = subprocess.run(
         [str(word) for word in command],
         check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         preexec_fn=pinned(LOAD_CPU),
         timeout=seconds + 60,
     )
@@ -177,7 +177,7 @@ def show(found: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0, help="of overload")
-    parser.add_argument("--streams", type=int, default=16, help="that the workers serve at once")
+    parser.add_argument("--streams", type=int, default=8, help="that the workers serve at once")
     parser.add_argument("--json", type=Path)
     plan = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -9,6 +9,8 @@
 // how many answers whose first byte met SLO_MS were complete, and how many refusals came (429 with Retry-After). The
 // first tenth of the time is not counted in a closed loop.
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <deque>
 #include <fstream>
@@ -212,6 +214,10 @@ int main(int argc, char** argv) {
   text << std::ifstream(argv[5]).rdbuf();
   body = text.str();
   if (argc == 8) rate = atof(argv[6]), slo_ms = atof(argv[7]);
+  rlimit files;  // an open loop needs a connection for each request that is not answered yet
+  getrlimit(RLIMIT_NOFILE, &files);
+  files.rlim_cur = files.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &files);
   loop_fd = epoll_create1(0);
   number = uint64_t(now_ns());
   std::deque<Connection> connections(size_t(atoi(argv[2])));
