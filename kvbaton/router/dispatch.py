@@ -279,23 +279,27 @@ class Dispatcher:
         """Only where somebody else could be asked, and only of streams: a whole answer shows nothing before its end."""
         settings, life = self._settings, flight.lifecycle
         first_token_s = stall_s = None
-        others = self._registry.another_decodes(self._clock.now_s(), failed | {decision.decode})
-        if call.stream and (life.may_retry or life.may_resume) and (others or decision.remote):
+        if call.stream and settings.first_token_factor and (life.may_retry or life.may_resume):
             # A policy that makes no estimate: as if it had foretold the least.
             estimate_s = settings.first_token_min_s if decision.ttft_s is None else decision.ttft_s
-            if settings.first_token_factor:
-                first_token_s = max(settings.first_token_min_s, settings.first_token_factor * estimate_s)
+            first_token_s = max(settings.first_token_min_s, settings.first_token_factor * estimate_s)
         if call.internal.journal and life.replays_left and settings.stream_stall_s:
             stall_s = settings.stream_stall_s
         member = self._registry.get(decision.decode)  # one that leaves the fleet meanwhile may end what it has
 
+        def another_decodes() -> bool:
+            return self._registry.another_decodes(self._clock.now_s(), failed | {decision.decode})
+
+        def slow() -> bool:
+            return (decision.remote or another_decodes()) and self._slowness.spend()
+
         def hopeless() -> bool:
             # Two polls in a row, not one call that failed: a worker that drains accepts none and ends what it has.
             down = member is not None and member.state == "down" and member.failures_in_row > 1
-            return down and self._registry.another_decodes(self._clock.now_s(), failed | {decision.decode})
+            return down and another_decodes()
 
         may_go_elsewhere = life.may_retry or life.replays_left
-        return Patience(first_token_s, stall_s, self._slowness, hopeless if may_go_elsewhere else None)
+        return Patience(first_token_s, stall_s, slow, hopeless if may_go_elsewhere else None)
 
     async def _send(
         self,

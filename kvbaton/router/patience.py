@@ -45,15 +45,19 @@ class Patience:
         self,
         first_token_s: float | None,
         stall_s: float | None,
-        budget: SlownessBudget,
+        may_give_up: Callable[[], bool],
         hopeless: Callable[[], bool] | None = None,
     ) -> None:
-        """None: that rule does not apply. ``hopeless``: the worker is down, and another could be asked."""
+        """None: that rule does not apply.
+
+        ``may_give_up`` is asked once when a first token is late; ``hopeless`` again and again: whether the worker is
+        down, and another could be asked.
+        """
         self.cause: str | None = None
         self.begun = False  # something came
         self._first_token_s = first_token_s
         self._stall_s = stall_s
-        self._budget = budget
+        self._may_give_up = may_give_up
         self._timeout = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
         self._armed_s = 0.0
@@ -79,7 +83,7 @@ class Patience:
         await self._timeout.__aexit__(kind, error, trace)
 
     def _too_slow(self) -> None:
-        if self._budget.spend():
+        if self._may_give_up():
             self.cause = "slow_first_token"
             self._timeout.reschedule(asyncio.get_running_loop().time())
 

@@ -15,7 +15,7 @@ from workers.scripted import until
 
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.transfer.options import HandoffOptions
-from kvbaton.types import RemoteError
+from kvbaton.types import CapacityError, RemoteError
 from kvbaton.workers.protocol import WorkerStats
 
 PROMPT = "the quick brown fox and the lazy dog, " * 8
@@ -232,3 +232,54 @@ async def test_case_fl_15_a_workers_status_and_words_pass(tokenizer: Tokenizer, 
     leak = RawWorker(info, [b"Traceback (most recent call last): at 10.0.0.7:8101"], status)
     _, answer, _ = await ask_raw(tokenizer, leak, {"prompt": SHORT})
     assert "Traceback" not in json.dumps(answer) and "10.0.0.7" not in json.dumps(answer)
+
+
+async def test_case_lk_04_a_prompt_that_every_cache_has_is_not_held(tiny_model_dir: Path) -> None:
+    """LK-04: the same prompt again and again. What it held is free each time, and nothing adds up."""
+    async with make_rig(tiny_model_dir, SPLIT) as rig:
+        expected, used = await rig.expected(fresh(1)), []
+        for _ in range(30):
+            told = await rig.ask(fresh(1))
+            assert told.answer == expected.answer
+            await rig.check_empty()
+            used.append([rig.workers[name].stats().num_blocks_cached for name in ("p0", "d0")])
+        assert used[1:] == [used[1]] * 29
+
+
+async def test_case_lk_06_a_prefix_that_decode_has_needs_no_receiving_blocks(tiny_model_dir: Path) -> None:
+    """LK-06: many warm requests with one prefix; all end, and nothing of what was reserved for them stays."""
+    async with make_rig(tiny_model_dir, SPLIT) as rig:
+        bodies = [{**fresh(0), "prompt": f"{PROMPT} and then {i}", "max_tokens": 4} for i in range(60)]
+        assert (await rig.ask(bodies[0])).done
+        told = await asyncio.gather(*(rig.ask(body) for body in bodies))
+        assert all(one.done and one.error is None for one in told)
+        await rig.check_empty()
+
+
+async def test_case_lk_12_without_room_nobody_spins(tokenizer: Tokenizer) -> None:
+    """LK-12: three requests and no room: they wait in a queue that can be seen, are tried now and then, and end."""
+    async with running_fleet(tokenizer, {"b0": "both"}, queue_timeout_s=1.0) as fleet:
+        worker = fleet.workers["b0"]
+        worker.error = CapacityError("full")
+        posts = [asyncio.ensure_future(fleet.post({"prompt": f"{i} {SHORT}"})) for i in range(3)]
+        await until(lambda: fleet.dispatcher.num_queued == 3)
+        fleet.dispatcher.export()
+        assert fleet.counter("kvbaton_router_queued_requests") == 3
+        answers = await asyncio.gather(*posts)
+        assert [status for status, _, _ in answers] == [429] * 3
+        assert {answer["error"]["code"] for _, answer, _ in answers} <= {"no_capacity", "queue_full"}
+        assert len(worker.requests) <= 3 + 3 * (1.0 / 0.25 + 1), "tried in a loop"
+
+
+async def test_case_kv_16_an_answer_alone_proves_no_hand_off(tiny_model_dir: Path) -> None:
+    """KV-16: P computed the prompt, D did not, and exactly its blocks moved."""
+    async with make_rig(tiny_model_dir, SPLIT) as rig:
+        prefill, decode = rig.workers["p0"], rig.workers["d0"]
+        told = await rig.ask(fresh(1))
+        assert told.done and told.usage is not None
+        num_prompt = told.usage["prompt_tokens"]
+        assert prefill.stats().num_prompt_tokens == num_prompt
+        assert decode.stats().num_prompt_tokens == 0
+        num_blocks = -(-num_prompt // 16)
+        layout = decode.layout
+        assert decode.stats().transfer_bytes_received == num_blocks * layout.num_layers * layout.layer_block_bytes

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvbaton.router.patience import MOST_SAVED, Patience, SlownessBudget
+from kvbaton.router.patience import LOOK_S, MOST_SAVED, Patience, SlownessBudget
 
 
 def test_the_budget_is_a_share_of_what_is_asked() -> None:
@@ -19,24 +19,36 @@ def test_the_budget_is_a_share_of_what_is_asked() -> None:
 
 async def test_no_first_token() -> None:
     with pytest.raises(TimeoutError):
-        async with Patience(0.01, None, SlownessBudget()) as patience:
+        async with Patience(0.01, None, SlownessBudget().spend) as patience:
             await asyncio.Event().wait()
     assert patience.cause == "slow_first_token" and not patience.begun
 
 
 async def test_no_next_token() -> None:
     with pytest.raises(TimeoutError):
-        async with Patience(30.0, 0.01, SlownessBudget()) as patience:
+        async with Patience(30.0, 0.01, SlownessBudget().spend) as patience:
             patience.sign_of_life()
             await asyncio.Event().wait()
     assert patience.cause == "stalled" and patience.begun
+
+
+async def test_a_worker_that_is_down_is_not_waited_for() -> None:
+    down = False
+    with pytest.raises(TimeoutError):
+        async with Patience(None, None, SlownessBudget().spend, lambda: down) as patience:
+            await asyncio.wait((asyncio.ensure_future(asyncio.Event().wait()),), timeout=1.5 * LOOK_S)
+            assert patience.cause is None
+            down = True
+            await asyncio.Event().wait()
+    assert patience.cause == "down"
 
 
 async def test_without_budget_or_rule_it_waits() -> None:
     budget = SlownessBudget()
     while budget.spend():
         pass
-    for patience in (Patience(0.001, None, budget), Patience(None, None, budget), Patience(0.001, 0.001, budget)):
+    spend = budget.spend
+    for patience in (Patience(0.001, None, spend), Patience(None, None, spend), Patience(0.001, 0.001, spend)):
         patience.waits_for_ever()
         async with patience:
             await asyncio.wait((asyncio.ensure_future(asyncio.Event().wait()),), timeout=0.02)
@@ -47,7 +59,7 @@ async def test_without_budget_or_rule_it_waits() -> None:
 
 async def test_a_cancellation_from_elsewhere_stays_one() -> None:
     async def wait() -> None:
-        async with Patience(30.0, 30.0, SlownessBudget()):
+        async with Patience(30.0, 30.0, SlownessBudget().spend):
             await asyncio.Event().wait()
 
     task = asyncio.ensure_future(wait())
