@@ -30,6 +30,7 @@ struct Connection {
   bool chunked = false, head_done = false, first_seen = false, good = true;
   size_t left = 0;  // of a body with a length
   bool told_when = false;  // a 429 with Retry-After
+  bool busy = false;
   int64_t sent_ns = 0, first_ns = 0;
 };
 
@@ -85,6 +86,7 @@ static void start(Connection& c) {
   c.written = 0;
   c.head_done = c.first_seen = c.chunked = false;
   c.good = true;
+  c.busy = true;
   c.sent_ns = now_ns();
   try_write(c);
 }
@@ -104,6 +106,7 @@ static void done(Connection& c) {
     c.good ? ++num_requests : ++num_refused;
     (c.good ? latency_us : refused_us).push_back(took_us);
   }
+  c.busy = false;
   if (rate <= 0) {
     start(c);
     return;
@@ -172,9 +175,11 @@ static void readable(Connection& c) {
   ssize_t n = recv(c.fd, buffer, sizeof buffer, 0);
   if (n < 0 && errno == EAGAIN) return;
   if (n <= 0) {
-    if (counting) ++num_errors;
     close(c.fd);
     open_one(c);
+    if (!c.busy) return;  // kept for too long: the server's right
+    c.busy = false;
+    if (counting) ++num_errors;
     if (rate > 0) {
       ++this_second().bad;
       idle.push_back(&c);
