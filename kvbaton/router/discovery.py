@@ -130,7 +130,8 @@ class PodFollower:
             self._members[name] = member
 
     def _member(self, pod: Any) -> MemberSettings | None:
-        role, address = (pod.metadata.labels or {}).get(ROLE_LABEL), pod.status.pod_ip
+        role: Any = (pod.metadata.labels or {}).get(ROLE_LABEL)
+        address = pod.status.pod_ip
         if role not in get_args(Role) or not address or pod.status.phase != "Running":
             return None
         host = f"[{address}]" if ":" in address else address
