@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kvbaton"
 MAX_FILE_LINES = 500
+MAX_ROOM_LINES = 8000
 MAX_TEST_FILE_LINES = 650  # tables of cases read well in one place
 
 # No clock, socket, thread, chance or torch: time and chance are arguments. A trailing slash means the whole package.
@@ -138,6 +139,17 @@ def test_files_are_short() -> None:
     lines = {relative(path): len(path.read_text().splitlines()) for path in sources}
     limit = {name: MAX_TEST_FILE_LINES if name.startswith("tests/") else MAX_FILE_LINES for name in lines}
     assert not {name: number for name, number in lines.items() if number > limit[name]}
+
+
+def test_a_room_can_be_read_in_an_afternoon() -> None:
+    """See docs/architecture.md, where this departs from the first design."""
+    sizes = {
+        room.name: sum(len(p.read_text().splitlines()) for p in room.rglob("*.*") if p.suffix in (".py", ".cpp", ".h"))
+        for room in PACKAGE.iterdir()
+        if room.is_dir() and room.name != "__pycache__"
+    }
+    assert len(sizes) >= 10
+    assert not {name: size for name, size in sizes.items() if size > MAX_ROOM_LINES}
 
 
 def test_subpackages_import_nothing_by_themselves() -> None:
