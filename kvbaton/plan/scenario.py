@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from kvbaton.plan import hardware
+from kvbaton.plan import hardware, kernel_tables
 from kvbaton.plan.kv_math import KVCost, Sharding, kv_format
 from kvbaton.plan.link import LinkModel, from_fabric
 from kvbaton.plan.model_presets import preset
@@ -70,6 +70,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str | None = None  # measured constants instead of a roofline
+    tables: str | None = None  # measured kernel times of an engine ("vllm", "vllm 0.24.0") instead of a roofline
     engine: str = ""  # what the plan is for; compared with the profile
     engine_version: str = ""
     mfu: float | None = None
@@ -129,6 +130,8 @@ def parse(raw: dict, folder: Path = Path()) -> Scenario:
         raise LocalError("give a trace, or prompt_tokens and output_tokens", field="workload.trace")
     if engine.profile is None and (model.preset is None) == (model.config is None):
         raise LocalError("give a model preset or a config", field="model.preset", fix="or engine.profile")
+    if engine.profile is not None and engine.tables is not None:
+        raise LocalError("a profile and kernel tables are two sources of step times", field="engine.tables")
     if not 0 < scenario.slo.attainment < 1:
         raise LocalError("attainment lies between 0 and 1", field="slo.attainment")
     if scenario.hardware.host_gb_per_s <= 0 or min(scenario.search.cache_tiers_gb, default=-1.0) < 0:
@@ -196,6 +199,10 @@ class Engine:
             return
         self.shape = _shape(scenario.model)
         self.weights = count_weights(self.shape, scenario.model.num_params, scenario.model.active_params)
+        if options.tables is not None:
+            # At once: a search takes a worker that cannot be built for one that does not fit.
+            for device in {scenario.hardware.gpu, scenario.hardware.decode_gpu or scenario.hardware.gpu}:
+                self._tables(hardware.gpu(device)).check(self.shape, scenario.model.weight_bits)
 
     def with_knob(self, knob: Knob, factor: float) -> Engine:
         return Engine(self.scenario, knob, factor, self._bandwidth)
@@ -209,6 +216,8 @@ class Engine:
             return self.profile.step.source
         hw = self.scenario.hardware
         names = dict.fromkeys((hw.gpu, hw.decode_gpu or hw.gpu))
+        if self.scenario.engine.tables:
+            return f"{kernel_tables.PACKAGE} tables of {self.scenario.engine.tables} on {', '.join(names)}"
         peaks = "; ".join(f"{found.name}: {found.source}" for found in map(hardware.gpu, names))
         return f"roofline with round constants over the peaks of {peaks}"
 
@@ -253,7 +262,7 @@ class Engine:
         if room < 1:
             raise LocalError("no room for a single KV block", field="search.tp", fix="more tensor parallel ranks")
         return WorkerSpec(
-            step=self._turned(roofline(cost, self.weights, device, self._efficiency(), model.weight_bits)),
+            step=self._turned(self._step(cost, device)),
             num_blocks=int(room),
             block_size=block_size,
             max_batch_tokens=max(budget, options.max_running),
@@ -261,6 +270,20 @@ class Engine:
             prefix_caching=options.prefix_caching,
             num_gpus=sharding.num_gpus,
         )
+
+    def _step(self, cost: KVCost, device: hardware.Gpu) -> StepModel:
+        options, bits = self.scenario.engine, self.scenario.model.weight_bits
+        if options.tables is None:
+            return roofline(cost, self.weights, device, self._efficiency(), bits)
+        if cost.sharding.num_gpus != cost.sharding.tp:
+            raise LocalError("kernel tables are read for tensor parallelism only", field="engine.tables")
+        fit = kernel_tables.fit_tables(self._tables(device), self.shape, cost.sharding.tp, bits, cost.form.name)
+        fixed_ms = kernel_tables.FIXED_MS if options.fixed_ms is None else options.fixed_ms
+        return kernel_tables.with_overheads(fit.step, fixed_ms)
+
+    def _tables(self, device: hardware.Gpu) -> kernel_tables.KernelTables:
+        name, _, version = (self.scenario.engine.tables or "").partition(" ")
+        return kernel_tables.tables_for(kernel_tables.Choice(device.name, name, version or None))
 
     def _efficiency(self) -> Efficiency:
         options, default = self.scenario.engine, Efficiency()
