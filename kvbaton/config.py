@@ -124,6 +124,8 @@ class RouterSettings:
     stall_timeout_s: float = 120.0  # between two parts of an answer, and until its first
     poll_interval_s: float = 0.5  # between two looks at each worker
     poll_timeout_s: float = 2.0
+    ui: bool = True  # the live page at /ui, as public as /fleet
+    plan_band: str = ""  # LOW,HIGH of computed prompt tokens per output token that a plan was made for; empty: no plan
     canary_interval_s: float = 0.0  # between two prompts whose answers are compared with earlier ones; 0: none
     discover: str = ""  # kubernetes:SELECTOR: the workers are the pods with these labels, besides those listed
     worker_port: int = 8101  # of such a pod

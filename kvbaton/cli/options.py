@@ -98,6 +98,8 @@ ROUTER_FLAGS: tuple[_Flag, ...] = (
         float,
         "Seconds between two prompts whose answers are compared with earlier ones; 0: none.  [default: 0]",
     ),
+    (("--ui/--no-ui",), "router", "ui", bool, "The live page at /ui.  [default: --ui]"),
+    (("--plan-band",), "router", "plan_band", str, "LOW,HIGH prompt:output ratio that the plan was made for."),
     (
         ("--max-inflight",),
         "router",
@@ -147,7 +149,7 @@ def flags(*groups: tuple[_Flag, ...]) -> Decorator:
 
 
 def _parameter(names: tuple[str, ...]) -> str:
-    return names[0].removeprefix("--").replace("-", "_")
+    return names[0].partition("/")[0].removeprefix("--").replace("-", "_")
 
 
 def config_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,20 @@ def router_command(
     from kvbaton.observe.log import configure
     from kvbaton.router.gateway import Served
     from kvbaton.router.process import run_router
+    from kvbaton.ui.band import read_band
+    from kvbaton.ui.page import open_page
+    from kvbaton.ui.state import Aims
 
     configure("router", log_level)
     model_dir = Path(fleet.model.dir) if fleet.model.dir else default_model_dir()
     served = Served(fleet.model.name or model_dir.name, Tokenizer.load(model_dir))
     report = child.reporter(report_fd, as_json, "router")
+    page = None
+    if fleet.router.ui:
+        aims = Aims(fleet.router.ttft_slo_s, fleet.router.tpot_slo_s, read_band(fleet.router.plan_band))
+        page = functools.partial(open_page, aims)
 
     async def work(stop: asyncio.Event) -> bool:
-        return await run_router(served, fleet.workers, fleet.router, key, stop, report)
+        return await run_router(served, fleet.workers, fleet.router, key, stop, report, page)
 
     return child.run(work, tied, uvloop=True)

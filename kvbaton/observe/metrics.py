@@ -354,6 +354,17 @@ class Metrics:
         assert self._stats is not None
         self._stats.role = role
 
+    def values(self, name: str) -> dict[tuple[str, ...], float]:
+        """The series of a counter or gauge as they are now."""
+        return dict(self._numbers[name])
+
+    def counts(self, name: str) -> list[int]:
+        """What a histogram has in each bucket, over all its series; the last entry is what lies above the bounds."""
+        total = [0] * (len(self._declared[name].buckets) + 1)
+        for found in self._distributions[name].values():
+            total = [known + more for known, more in zip(total, found.counts, strict=True)]
+        return total
+
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 

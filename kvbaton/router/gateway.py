@@ -28,6 +28,7 @@ from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Call, Dispatcher, Flight
 from kvbaton.router.explain import record
 from kvbaton.router.lifecycle import Event, Lifecycle
+from kvbaton.router.page import Page
 from kvbaton.router.policy import RequestView
 from kvbaton.router.prefix_index import PromptChains
 from kvbaton.router.registry import Registry
@@ -102,6 +103,7 @@ class Gateway:
         self.open = OpenRequests()
         self._changes = FleetChanges(registry, key, clock)
         self.drain_requested = asyncio.Event()
+        self.page: Page | None = None  # at /ui; None: it is switched off
 
     async def drain(self, deadline_s: float) -> bool:
         """Unready at once; open requests may end until the deadline, then they end with an error."""
@@ -122,6 +124,8 @@ class Gateway:
                     await self._generate(exchange, "completions")
                 case path if path.startswith("/internal/"):
                     await self._internal(exchange)
+                case path if self.page is not None and (path == "/ui" or path.startswith("/ui/")):
+                    await self.page.answer(exchange)
                 case _:
                     await self._get(exchange)
         except ClientGone:
@@ -270,6 +274,8 @@ class Gateway:
                 ttft_s = flight.first_byte_s - flight.received_s - flight.queued_s
             if outcome == "ok":
                 self._registry.measured.served(flight.decisions, report, ttft_s, now_s)
+        if self.page is not None:
+            self.page.ended(flight, now_s)
         if log.isEnabledFor(logging.INFO):
             log_event(log, "request", **record_of(flight, endpoint, failure, now_s))
 
@@ -346,6 +352,7 @@ class Gateway:
             "state": self.state,
             "model": self._model_name,
             "inflight": self.open.num,
+            "queued": self._dispatcher.num_queued,
             "disagg_percent": self._dispatcher.policy.disagg_percent,
             "members": [
                 {

@@ -21,6 +21,7 @@ from kvbaton.router.discovery import follow_pods
 from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.gateway import Gateway, Served
 from kvbaton.router.monitor import Monitor
+from kvbaton.router.page import OpenPage
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.prior import learning_from
 from kvbaton.router.registry import Registry
@@ -57,6 +58,7 @@ async def run_router(
     key: str,
     stop: asyncio.Event,
     report: Report,
+    open_page: OpenPage | None = None,
 ) -> bool:
     """Serve until ``stop``, or until told to drain. True when no request had to be cut off."""
     metrics, clock = Metrics("router"), MonotonicClock()
@@ -75,6 +77,9 @@ async def run_router(
                 watching.append(group.create_task(canary.run(settings.canary_interval_s)))
             if settings.discover:
                 watching.append(group.create_task(follow_pods(settings, members, registry.set_members)))
+            if open_page is not None:
+                gateway.page = open_page(gateway.fleet, metrics, clock)
+                watching.append(group.create_task(gateway.page.run()))
             serving = group.create_task(server.serve(sockets=[listener]))
             # What is here now stays: the collector need not walk through tokenizer and modules again and again.
             gc.collect()
