@@ -13,6 +13,7 @@ Knows nothing about workers or requests.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -39,7 +40,11 @@ class SlownessBudget:
 
 
 class Patience:
-    """``async with Patience(...)``: a TimeoutError when it is lost; ``cause`` then says which rule."""
+    """``async with Patience(...)``: a TimeoutError when it is lost; ``cause`` then says which rule.
+
+    Only a wait for the worker is ever broken off. While a part is being passed on (``passing_on``) the client is what
+    is waited for: that is no fault of the worker, and a write that is cut in the middle would lose text.
+    """
 
     def __init__(
         self,
@@ -58,18 +63,24 @@ class Patience:
         self._first_token_s = first_token_s
         self._stall_s = stall_s
         self._may_give_up = may_give_up
-        self._timeout = asyncio.timeout(None)
-        self._timer: asyncio.TimerHandle | None = None
-        self._armed_s = 0.0
         self._hopeless = hopeless
+        self._passing_on = False
+        self._heard_s = 0.0  # when the worker was heard of, or the client had what it said
+        self._timer: asyncio.TimerHandle | None = None
         self._look: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._cancelling = 0  # requests to cancel the task that are not ours
 
     async def __aenter__(self) -> Self:
-        await self._timeout.__aenter__()
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        assert self._task is not None, "patience is a task's"
+        self._cancelling = self._task.cancelling()
+        self._heard_s = loop.time()
         if self._first_token_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._first_token_s, self._too_slow)
-        if self._hopeless is not None:
-            self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
+            self._timer = loop.call_later(self._first_token_s, self._too_slow)
+        if self._hopeless is not None or self._stall_s is not None:
+            self._look = loop.call_later(self._look_s, self._look_again)
         return self
 
     async def __aexit__(
@@ -78,36 +89,61 @@ class Patience:
         for timer in (self._timer, self._look):
             if timer is not None:
                 timer.cancel()
-        if self._timeout.expired() and self.cause is None:
-            self.cause = "stalled"
-        await self._timeout.__aexit__(kind, error, trace)
+        if self.cause is not None and self._task is not None:
+            ours = self._task.uncancel() <= self._cancelling
+            if ours and kind is asyncio.CancelledError:
+                raise TimeoutError from error
+
+    @property
+    def _look_s(self) -> float:
+        """Often enough that a stall is noticed after 1 to 1.5 times its limit."""
+        return LOOK_S if self._stall_s is None else min(LOOK_S, self._stall_s / 2)
+
+    def _lose(self, cause: str) -> None:
+        """Break off the wait. The task stands in it: it cannot reach a write before it hears of this."""
+        assert self._task is not None
+        self.cause = cause
+        self._task.cancel()
 
     def _too_slow(self) -> None:
-        if self._may_give_up():
-            self.cause = "slow_first_token"
-            self._timeout.reschedule(asyncio.get_running_loop().time())
+        if self.cause is None and self._may_give_up():
+            self._lose("slow_first_token")
 
     def _look_again(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._hopeless is not None and self._hopeless():
-            self.cause = "down"
-            self._timeout.reschedule(loop.time())
+        if self.cause is not None:
+            pass
+        elif not self._passing_on and self._hopeless is not None and self._hopeless():
+            self._lose("down")
+        elif not self._passing_on and self._silent_s(loop) > (self._stall_s or math.inf):
+            self._lose("stalled")
         else:
-            self._look = loop.call_later(LOOK_S, self._look_again)
+            self._look = loop.call_later(self._look_s, self._look_again)
+
+    def _silent_s(self, loop: asyncio.AbstractEventLoop) -> float:
+        """Between two tokens; a first token has a rule of its own."""
+        return loop.time() - self._heard_s if self.begun else 0.0
 
     def waits_for_ever(self) -> None:
         """Between tokens."""
         self._stall_s = None
 
     def sign_of_life(self) -> None:
-        """A part came. Sets a timer only now and then: a stall is noticed after 1 to 1.5 times its limit."""
+        """A part came."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self.begun = True
-        if self._stall_s is None:
-            return
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._armed_s > self._stall_s / 2:
-            self._armed_s = now_s
-            self._timeout.reschedule(now_s + 1.5 * self._stall_s)
+        self._heard_s = asyncio.get_running_loop().time()
+
+    def passing_on(self) -> Self:
+        """``with patience.passing_on(): await write(...)``. The same object again: this runs once per part."""
+        return self
+
+    def __enter__(self) -> Self:
+        self._passing_on = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._passing_on = False
+        self._heard_s = asyncio.get_running_loop().time()

@@ -67,3 +67,36 @@ async def test_a_cancellation_from_elsewhere_stays_one() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_waiting_for_the_client_is_no_silence_of_the_worker() -> None:
+    async with Patience(None, 0.01, SlownessBudget().spend, lambda: True) as patience:
+        patience.sign_of_life()
+        with patience.passing_on():
+            await asyncio.wait((asyncio.ensure_future(asyncio.Event().wait()),), timeout=2.5 * LOOK_S)
+        assert patience.cause is None
+    with pytest.raises(TimeoutError):
+        async with Patience(None, 0.01, SlownessBudget().spend) as patience:
+            with patience.passing_on():
+                pass
+            patience.sign_of_life()
+            await asyncio.Event().wait()
+
+
+async def test_a_write_is_never_cut_by_what_was_noticed_just_before() -> None:
+    """The worker's next part and the loss of patience come in one round of the loop: the part is not half passed on."""
+    written: list[str] = []
+    for _ in range(50):
+        arrived = asyncio.get_running_loop().create_future()
+        with pytest.raises(TimeoutError):
+            async with Patience(None, None, lambda: True) as patience:
+                loop = asyncio.get_running_loop()
+                loop.call_later(0.002, arrived.set_result, "part")
+                loop.call_later(0.002, patience._lose, "down")
+                part = await arrived
+                with patience.passing_on():
+                    written.append("begun")
+                    await asyncio.sleep(0)
+                    written.append(part)
+                await asyncio.Event().wait()
+    assert written.count("begun") == written.count("part")
