@@ -128,7 +128,7 @@ def _hand_off(gates: Gates) -> tuple[Alert, ...]:
             "page",
             f"p99 of the exposed KV transfer is above {bound_s:g} s, {gates.transfer_share:.0%} of the TTFT gate.",
             "The KV arrives well after the first token. Measure the pair with `kvbaton link`: below its nominal rate, "
-            "a link is shared or degraded, or a pair fell back from shared memory or RDMA to TCP (`kvbaton doctor`). "
+            "a link is shared or degraded, or a pair fell back from shared memory or RDMA to TCP (its log says so). "
             "At its nominal rate, prompts have outgrown it: raise the threshold, keep pairs on one fabric, or use an "
             "8-bit KV cache.",
         ),

@@ -122,6 +122,8 @@ class LendingConnection:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._renewals: set[asyncio.Task[None]] = set()
         self._senders: list[DataSender] = []
+        self._num_blocks: dict[int, int] = {}  # that the reader needs, by pull id
+        self._num_bytes_read = 0  # through shared memory
         self._channel: ControlChannel | None = None
         self._closed: asyncio.Future[None] = self._loop.create_future()
 
@@ -131,7 +133,8 @@ class LendingConnection:
 
     @property
     def num_bytes_sent(self) -> int:
-        return sum(sender.num_bytes_sent for sender in self._senders)
+        """Over tcp what was sent; through shared memory what readers acknowledged."""
+        return self._num_bytes_read + sum(sender.num_bytes_sent for sender in self._senders)
 
     @property
     def num_reads_refused(self) -> int:
@@ -246,6 +249,8 @@ class LendingConnection:
                 self._start_backend(session, action.start)
             case offering.Grant():
                 self._tickets[action.offer.ticket] = session
+                num_had = session.start.have_tokens // self.server.pool.layout.block_size
+                self._num_blocks[session.start.pull_id] = len(action.offer.block_ids) - num_had
                 self.server.book.grant(action.offer, self.connection_id)
             case offering.Revoke():
                 self._tickets.pop(action.ticket, None)
@@ -261,6 +266,9 @@ class LendingConnection:
             case offering.Close():
                 self._sessions.pop(session.start.pull_id, None)
                 self.server.unclaim(request_id)
+                num_blocks = self._num_blocks.pop(session.start.pull_id, 0)
+                if action.state is Offering.RELEASED and not self._senders:
+                    self._num_bytes_read += num_blocks * self.server.pool.layout.block_bytes
                 self._count(action.state)
 
     def _start_backend(self, session: PrefillSession, start: Start) -> None:

@@ -78,7 +78,7 @@ class ServerStats:
     num_failed: int = 0
     num_aborted: int = 0
     num_reads_refused: int = 0
-    num_bytes_sent: int = 0  # over tcp; what is read through shared memory the reader counts
+    num_bytes_sent: int = 0  # over tcp; through shared memory what readers acknowledged
 
 
 class HandoffServer:

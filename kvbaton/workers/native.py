@@ -29,7 +29,7 @@ from kvbaton.transfer.client import ClientStats, Completed, FirstToken, HandoffC
 from kvbaton.transfer.identity import host_identity
 from kvbaton.transfer.lending import PrefillSink
 from kvbaton.transfer.options import HandoffOptions
-from kvbaton.transfer.server import HandoffServer
+from kvbaton.transfer.server import HandoffServer, ServerStats
 from kvbaton.transfer.wire import Identity
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, Role, TokenOutput
 from kvbaton.workers.kv_events import KVEventLog
@@ -145,6 +145,11 @@ class _Moved:
         self.num_done += client.num_done
         self.num_failed += client.num_failed
 
+    def lent(self, server: ServerStats) -> None:
+        self.num_bytes_sent += server.num_bytes_sent
+        self.num_done += server.num_released
+        self.num_failed += server.num_failed
+
 
 class NativeWorker:
     """Load in the constructor (slow), then ``await start()`` ... ``await stop()``. Implements ``protocol.Worker``."""
@@ -231,7 +236,7 @@ class NativeWorker:
                 if self.role == "prefill":
                     await self._stop_pulling()
                 return False
-            self._past.num_bytes_sent += self._server.stats().num_bytes_sent
+            self._past.lent(self._server.stats())
             server, self._server, self.kv_port = self._server, None, 0
             await server.stop()
         elif role == "prefill":
@@ -379,7 +384,7 @@ class NativeWorker:
         totals = dataclasses.asdict(self.engine.stats())
         moved = dataclasses.replace(self._past)
         if self._server is not None:
-            moved.num_bytes_sent += self._server.stats().num_bytes_sent
+            moved.lent(self._server.stats())
         if self._client is not None:
             moved.add(self._client.stats())
         totals["transfer_bytes_sent"] = moved.num_bytes_sent

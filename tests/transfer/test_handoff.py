@@ -68,7 +68,7 @@ async def test_every_byte_arrives_and_bytes_are_the_layouts_arithmetic(make_pair
     assert completed.num_remote_tokens == num_tokens and completed.transport == transport
     pair.assert_arrived(request, blocks)
     await pair.settled()
-    assert pair.server.stats().num_bytes_sent == (completed.num_bytes if transport == "tcp" else 0)
+    assert pair.server.stats().num_bytes_sent == completed.num_bytes > 0
     assert ("release", "r") in pair.backend.calls
 
 
