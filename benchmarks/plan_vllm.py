@@ -1,6 +1,6 @@
 """Simulator against two recorded vLLM runs: in-sample, and fitted on the first 100 requests for the other 200.
 
-    python -m benchmarks.plan_vllm [--shared DIR]
+    python -m benchmarks.plan_vllm [--model NAME] [--shared DIR]     about two minutes of one core for both models
 
 Each fit has four constants, printed. Exit code 1 if an error exceeds 4% in-sample or 10% out of sample.
 """
@@ -44,9 +44,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     default = os.environ.get("KVBATON_SHARED") or Path(__file__).resolve().parents[2] / "shared"
     parser.add_argument("--shared", type=Path, default=Path(default))
-    root = parser.parse_args().shared / "data" / "llmservingsim-vllm"
+    parser.add_argument("--model", choices=[model for model, _ in RUNS.values()], help="one of the two; default both")
+    options = parser.parse_args()
+    root = options.shared / "data" / "llmservingsim-vllm"
     failed = False
     for name, (model_name, tp) in RUNS.items():
+        if options.model not in (None, model_name):
+            continue
         run = calibrate.read_vllm_run(root / name)
         worker = worker_of(model_name, tp)
         for label, part in (("all 300", slice(None)), ("first 100", slice(0, 100))):

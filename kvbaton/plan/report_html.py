@@ -15,10 +15,11 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse;width:100%}
 th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #d8dee4;vertical-align:top}td.n{text-align:right}
 .verdict{border-left:.4rem solid var(--c);padding:.6rem 1rem;background:#f6f8fa}.verdict b{font-size:1.3rem}
-.split{--c:#1a7f37}.stay{--c:#0969da}.unsure{--c:#9a6700}svg{max-width:100%;height:auto}svg text{font:12px sans-serif}
+.split{--c:#1a7f37}.stay{--c:#0969da}.unsure{--c:#9a6700}svg{width:100%;max-width:40rem;height:auto;display:block}
+svg text{font:12px sans-serif}.wide{overflow-x:auto}
 small{color:#57606a}.tag{padding:0 .4rem;border-radius:.3rem;background:#eaeef2}
 @media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}.verdict,.tag{background:#161b22}
-th,td{border-color:#30363d}svg text{fill:#e6edf3}}
+th,td{border-color:#30363d}svg text{fill:#e6edf3}small{color:#9da7b1}}
 """
 BLUE, GREEN, GREY = "#0969da", "#1a7f37", "#8c959f"
 
@@ -63,7 +64,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: bool = T
         kind = ' class="n"' if numeric else ""
         cells = "".join(f"<td{kind if index else ''}>{escape(cell)}</td>" for index, cell in enumerate(row))
         body.append(f"<tr>{cells}</tr>")
-    return f"<table><tr>{top}</tr>{''.join(body)}</table>"
+    return f'<div class="wide"><table><tr>{top}</tr>{"".join(body)}</table></div>'
 
 
 def _arms(answer: Answer) -> str:
@@ -127,19 +128,21 @@ def _by_pool(arm: Arm) -> str:
 def bars(rows: Sequence[tuple[str, float, str]], mark: float | None = None, unit: str = "") -> str:
     """Horizontal bars with labels; ``mark`` draws a vertical line."""
     widest = max([value for _, value, _ in rows] + ([mark] if mark else []) + [1e-9])
-    left, width, step = 300, 480, 24
-    height = step * len(rows) + 20
+    width, step = 480, 40  # labels stand above their bars, so that a phone shows them large enough
+    room = width - 56 - 7 * len(unit)
+    height = step * len(rows) + (20 if mark else 4)
     shapes = []
     for index, (label, value, colour) in enumerate(rows):
-        y, long = index * step + 4, width * max(0.0, value) / widest
-        shapes.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(label)}</text>')
-        shapes.append(f'<rect x="{left}" y="{y}" width="{long:.1f}" height="16" fill="{colour}"/>')
-        shapes.append(f'<text x="{left + long + 6:.1f}" y="{y + 13}">{value:,.3g}{escape(unit)}</text>')
+        y, long = index * step, room * max(0.0, value) / widest
+        figure = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        shapes.append(f'<text x="0" y="{y + 14}">{escape(label)}</text>')
+        shapes.append(f'<rect x="0" y="{y + 19}" width="{long:.1f}" height="16" fill="{colour}"/>')
+        shapes.append(f'<text x="{long + 6:.1f}" y="{y + 32}">{figure}{escape(unit)}</text>')
     if mark:
-        x = left + width * mark / widest
+        x = room * mark / widest
         shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height - 16}" stroke="#cf222e"/>')
         shapes.append(f'<text x="{x:.1f}" y="{height - 4}" text-anchor="middle">{mark:.2f}</text>')
-    return f'<svg viewBox="0 0 {left + width + 70} {height}" role="img">{"".join(shapes)}</svg>'
+    return f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(shapes)}</svg>'
 
 
 def _goodput_chart(answer: Answer) -> str:
