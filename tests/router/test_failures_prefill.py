@@ -162,7 +162,7 @@ async def test_a_one_way_partition_between_decode_and_prefill(tiny_model_dir: Pa
 async def test_case_kv_07_a_lease_that_ran_out_is_never_read_from(tiny_model_dir: Path) -> None:
     """KV-07: the reader's renewals do not arrive, the lease ends under its transfer, others reuse the blocks."""
     handoff = HandoffOptions(
-        transport="tcp", lease_s=0.4, connect_s=1.0, heartbeat_s=0.1, silence_s=30.0, stall_s=30.0, streaming=False
+        transport="tcp", lease_s=2.0, connect_s=1.0, heartbeat_s=0.1, silence_s=30.0, stall_s=30.0, streaming=False
     )
     async with make_rig(tiny_model_dir, SPLIT, handoff=handoff) as rig:
         prefill = rig.workers["p0"]
