@@ -17,8 +17,10 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from kvbaton.engine.words import WordCache
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -33,8 +35,17 @@ _LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 class SegmentCache:
     """Encodes without the special tokens that a post-processor adds. Safe to use from several threads."""
 
-    def __init__(self, library: Library, marker_ids: Mapping[str, int], max_chars: int = MAX_CHARS) -> None:
-        self._library = library
+    def __init__(
+        self,
+        library: Library,
+        marker_ids: Mapping[str, int],
+        words: WordCache | None = None,
+        max_chars: int = MAX_CHARS,
+    ) -> None:
+        def by_library(text: str, add_special_tokens: bool) -> list[int]:
+            return library.encode(text, add_special_tokens=add_special_tokens).ids
+
+        self._encode: Callable[[str, bool], list[int]] = words.encode if words is not None else by_library
         self._marker_ids = dict(marker_ids)
         longest_first = sorted(self._marker_ids, key=len, reverse=True)
         self._markers = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
@@ -44,7 +55,7 @@ class SegmentCache:
         self.num_chars = 0
 
     @classmethod
-    def of(cls, library: Library, definition: Mapping[str, Any]) -> SegmentCache | None:
+    def of(cls, library: Library, definition: Mapping[str, Any], words: WordCache | None = None) -> SegmentCache | None:
         """None for a vocabulary whose segments might depend on each other."""
         added = definition.get("added_tokens") or []
         plain = all(
@@ -55,7 +66,7 @@ class SegmentCache:
         local = local and _only(definition.get("normalizer"), "normalizers", _LOCAL_NORMALIZERS)
         if not plain or not local or definition.get("pre_tokenizer") is None:
             return None
-        return cls(library, {token["content"]: token["id"] for token in added})
+        return cls(library, {token["content"]: token["id"] for token in added}, words)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -73,7 +84,7 @@ class SegmentCache:
             if known is not None:
                 self._kept.move_to_end(piece)
                 return known
-        found = array("I", self._library.encode(piece, add_special_tokens=False).ids)
+        found = array("I", self._encode(piece, False))
         cost = len(piece) + ENTRY_CHARS
         with self._lock:
             if piece not in self._kept and cost <= self._max_chars // 8:

@@ -23,6 +23,7 @@ from typing import Any
 from kvbaton.engine.chat_template import ChatTemplate
 from kvbaton.engine.segments import SegmentCache
 from kvbaton.engine.user_text import MarkerGuard
+from kvbaton.engine.words import WordCache
 from kvbaton.types import LocalError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -39,7 +40,8 @@ class Tokenizer:
         self._library.no_truncation()
         self._library.no_padding()
         self._chat = chat
-        self._segments = SegmentCache.of(self._library, definition)
+        self._words = WordCache.of(self._library, definition)
+        self._segments = SegmentCache.of(self._library, definition, self._words)
         self.strips_first_space = _strips_first_space(definition)
         byte_level = _is_byte_level(definition.get("decoder"))
         self._bytes: list[bytes] = [b""] * self._id_limit()
@@ -91,6 +93,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in ``text`` become those tokens, as vLLM does for completions."""
+        if self._words is not None:
+            return self._words.encode(text, add_special_tokens)
         return self._library.encode(text, add_special_tokens=add_special_tokens).ids
 
     def chat(
