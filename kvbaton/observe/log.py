@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections import deque
 from typing import Any, TextIO
 
@@ -24,17 +25,20 @@ class JsonFormatter(logging.Formatter):
         self._process_name = process_name
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time_s": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "process": self._process_name,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+        fields = getattr(record, "fields", {})
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        line.update(getattr(record, "fields", {}))
-        return _ENCODER.encode(line).decode()
+            fields = {"exception": self.formatException(record.exc_info), **fields}
+        return self.line(record.created, record.levelname.lower(), record.name, record.getMessage(), fields)
+
+    def line(self, time_s: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> str:
+        head = {
+            "time_s": round(time_s, 3),
+            "level": level,
+            "process": self._process_name,
+            "logger": logger,
+            "message": message,
+        }
+        return _ENCODER.encode(head | fields).decode()
 
 
 MAX_WAITING_LINES = 20_000  # some seconds of a busy router's records
@@ -67,6 +71,19 @@ class LineWriter(logging.Handler):
         if not self._some.is_set():
             self._some.set()
 
+    def add(self, logger: logging.Logger, message: str, fields: dict[str, Any]) -> None:
+        """A line at info level, without all that ``logging`` does for one."""
+        if len(self._lines) >= self._max_lines:
+            self._num_lost += 1
+            return
+        assert isinstance(self.formatter, JsonFormatter)
+        try:
+            self._lines.append(self.formatter.line(time.time(), "info", logger.name, message, fields))
+        except (TypeError, ValueError):  # no reason to fail whom the line tells of
+            self._num_lost += 1
+        if not self._some.is_set():
+            self._some.set()
+
     def flush(self) -> None:
         """Write what is there now. At the end of the process ``logging`` calls it."""
         with self._writing:
@@ -95,10 +112,15 @@ class LineWriter(logging.Handler):
                 return  # nobody reads any more; what cannot be written is counted from here on
 
 
+_writer: LineWriter | None = None  # of this process, as soon as it is configured
+
+
 def configure(process_name: str, level: str = "INFO") -> None:
     """Send everything from ``level`` up to stderr as JSON. For the entry point of a process only."""
     handler = LineWriter(sys.stderr)
     handler.setFormatter(JsonFormatter(process_name))
+    global _writer
+    _writer = handler
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -109,5 +131,9 @@ def configure(process_name: str, level: str = "INFO") -> None:
 
 def event(logger: logging.Logger, message: str, **fields: Any) -> None:
     """One structured line at info level."""
-    if logger.isEnabledFor(logging.INFO):
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    if _writer is not None and logging.root.handlers == [_writer]:
+        _writer.add(logger, message, fields)
+    else:
         logger.info(message, extra={"fields": fields})

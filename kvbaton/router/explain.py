@@ -2,7 +2,8 @@
 
 A record has what the decision was made from, as far as the placements it keeps need it, every term of those, and the
 result. Invariants: a record replays to the same result and to the same terms, bit for bit; it is bounded, however large
-the fleet is: the best ``MOST_KEPT`` placements are kept, with at least the best local and the best remote one.
+the fleet is: the best ``MOST_KEPT`` placements are kept, with at least the best local and the best remote one. Of a
+small fleet the log keeps only what they follow from (``brief``), and who reads it (``read_record``) finds them again.
 Pure; knows nothing about logs or tables.
 """
 
@@ -88,11 +89,49 @@ def record(decision: Decision) -> Record:
     )
 
 
-def replay(known: Record) -> Replay:
-    """Decide again from the record alone, and compare."""
-    case = Case(
+def brief(decision: Decision) -> Record:
+    """The record without its placements, where all they were made from is kept: a router makes one for each request."""
+    case = decision.case
+    if len(case.members) > MOST_KEPT or len(case.costs.workers) > MOST_KEPT or not case.config.by_cost:
+        return record(decision)
+    return Record(
+        reason=decision.reason,
+        decode=decision.decode,
+        prefill=decision.prefill,
+        arm=decision.arm,
+        terms=decision.terms,
+        placements=[],
+        num_placements=0,
+        request=case.request,
+        members=in_turn(case),
+        config=case.config,
+        has_prefill_pool=case.has_prefill_pool,
+        prefill_failed=case.prefill_failed,
+        costs=case.costs,
+    )
+
+
+def _whole(known: Record) -> Record:
+    """With the placements that a brief record leaves out."""
+    if known.placements or not known.config.by_cost:
+        return known
+    try:
+        here, away = candidates(_case_of(known))
+    except NoWorker:  # replaying it tells
+        return known
+    placements = [Placement(each.prefill, each.decode, each.terms) for each in _best(here, away)]
+    return msgspec.structs.replace(known, placements=placements, num_placements=len(here) + len(away))
+
+
+def _case_of(known: Record) -> Case:
+    return Case(
         known.request, tuple(known.members), known.config, 0, known.has_prefill_pool, known.prefill_failed, known.costs
     )
+
+
+def replay(known: Record) -> Replay:
+    """Decide again from the record alone, and compare."""
+    case = _case_of(known)
     try:
         decision = decide_case(case)
         kept = _best(*candidates(case))
@@ -124,7 +163,7 @@ def read_record(raw: bytes) -> Record:
         raise LocalError(f"this is no record of a decision: {error}", field="record", fix=fix) from None
     if known.version != RECORD_VERSION:
         raise LocalError(f"the record has version {known.version}, not {RECORD_VERSION}", field="record.version")
-    return known
+    return _whole(known)
 
 
 def place_name(prefill: str | None, decode: str) -> str:

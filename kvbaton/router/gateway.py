@@ -26,7 +26,7 @@ from kvbaton.observe.log import event as log_event
 from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
 from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Call, Dispatcher, Flight
-from kvbaton.router.explain import record
+from kvbaton.router.explain import brief
 from kvbaton.router.lifecycle import Event, Lifecycle
 from kvbaton.router.page import Page
 from kvbaton.router.policy import RequestView
@@ -422,7 +422,7 @@ def record_of(flight: Flight, endpoint: Endpoint, failure: ApiError | None, now_
         "prefill": decision.prefill if decision is not None else None,
         "decode": decision.decode if decision is not None else None,
         "terms": decision.terms if decision is not None else {},
-        "route": record(decision) if decision is not None else None,
+        "route": brief(decision) if decision is not None else None,
         "foretold_cached_tokens": decision.foretold_cached_tokens if decision is not None else 0,
         "failed_attempts": [
             {"decision": d.reason, "prefill": d.prefill, "decode": d.decode, "cause": cause}

@@ -64,3 +64,21 @@ def test_who_logs_never_waits_for_who_reads_and_what_waits_is_bounded() -> None:
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line["message"] for line in lines] == [*(f"line {number}" for number in range(6)), "log lines lost"]
     assert lines[-1]["num"] == 3
+
+
+def test_an_event_of_a_configured_process_is_the_line_that_logging_would_have_made() -> None:
+    stream = io.StringIO()
+    writer = LineWriter(stream)
+    writer.setFormatter(JsonFormatter("router"))
+    fields = {"outcome": "ok", "terms": {"a": 1.5}, "odd": object}
+    logger = logging.getLogger("kvbaton.test")
+    writer.add(logger, "request", fields)
+    writer.add(logger, "request", {"no text": "\udc80"})
+    made = logging.makeLogRecord({"name": "kvbaton.test", "msg": "request", "levelname": "INFO", "fields": fields})
+    writer.handle(made)
+    writer.close()
+    writer.flush()
+    quick, usual, lost = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert quick.pop("time_s") > 1e9 and usual.pop("time_s") > 1e9
+    assert quick == usual
+    assert (lost["message"], lost["num"]) == ("log lines lost", 1)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from router.test_cost import REQUESTS, D, P, fleets
 
 from kvbaton.router.cost import FleetCosts, WorkerCost
-from kvbaton.router.explain import MOST_KEPT, read_record, record, replay
+from kvbaton.router.explain import MOST_KEPT, brief, read_record, record, replay
 from kvbaton.router.policy import Decision, MemberView, NoWorker, PolicyConfig, RequestView, decide
 from kvbaton.types import LocalError
 
@@ -59,6 +59,17 @@ def test_every_record_replays_to_the_same(
     assert again.decision is not None
     assert (again.decision.prefill, again.decision.decode) == (decision.prefill, decision.decode)
     assert len(known.placements) <= MOST_KEPT
+    in_short = read_record(msgspec.json.encode(brief(decision)))
+    assert in_short.placements == known.placements and in_short.num_placements == known.num_placements
+    assert replay(in_short).differences == []
+
+
+def test_a_brief_record_of_a_small_fleet_is_short() -> None:
+    decision = placed()
+    in_short = msgspec.json.encode(brief(decision))
+    assert not brief(decision).placements
+    assert len(in_short) < len(msgspec.json.encode(record(decision))) / 2
+    assert read_record(in_short).placements == record(decision).placements
 
 
 def test_the_chosen_placement_is_first_and_the_other_kind_is_there() -> None:
