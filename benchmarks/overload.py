@@ -3,8 +3,9 @@
 A real router in front of workers that take their time: the mock (``benchmarks/httpload``) streams 16 tokens, one each
 20 ms, at most ``--streams`` at once, and says 503 to everything beyond, as a full worker does. The client is an open
 loop: requests come at their rate whatever becomes of them, with a TTFT SLO of 2 s; the router lets a request wait for
-1 s at most (``queue_timeout_s``). Phases in one run:
+1 s at most (``queue_timeout_s``), and remembers 8192 blocks of prompts for each worker (``index_blocks``). In one run:
 
+    10 s of short answers as fast as they come                       fills what the router remembers to its bounds
     half, nine tenths, one and a fifth of the capacity, 10 s each    the best goodput of these is the peak
     ten times the capacity, ``--seconds``                            goodput, refusals, memory of the router
     half of the capacity again, 20 s                                 seconds until all requests are answered in time
@@ -39,6 +40,7 @@ from benchmarks.router import (
     mocks,
     pinned,
     request_body,
+    run_load,
 )
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.engine.weights import default_model_dir
@@ -48,6 +50,8 @@ QUEUE_TIMEOUT_S = 1.0
 NUM_TOKENS, GAP_US = 16, 20_000
 TIMES_OVER = 10
 RECOVERY_S = 10
+INDEX_BLOCKS = 8192  # an eighth of what is usual, so that it is full soon
+FILL_S = 10.0
 LOWER_LOADS = (0.5, 0.9, 1.2)
 
 
@@ -121,8 +125,9 @@ def measure(folder: Path, plan: argparse.Namespace) -> dict[str, Any]:
     (folder / "overload.json").write_text(json.dumps(wanted))
     capacity = plan.streams / ((NUM_TOKENS - 1) * GAP_US / 1e6)
     ports = Ports(*free_ports(3))
-    settings = {"queue_timeout_s": QUEUE_TIMEOUT_S}
+    settings = {"queue_timeout_s": QUEUE_TIMEOUT_S, "index_blocks": INDEX_BLOCKS}
     with mocks(folder, ports, plan.streams), kvbaton(folder, ports, settings) as router:
+        run_load(folder, ports.router, 16, FILL_S, request_body("requests", "short-text", tokenizer))
         lower = [phase(folder, ports.router, capacity * times, 10) for times in LOWER_LOADS]
         log_before = (folder / "kvbaton.log").stat().st_size
         with Watch(router) as watch:

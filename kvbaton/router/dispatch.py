@@ -205,6 +205,8 @@ class Dispatcher:
 
     async def _wait_for_room(self, flight: Flight, call: Call, error: ApiError) -> None:
         going_on, priority = flight.exchange.started, call.internal.priority
+        if flight.queued_s:
+            self._line.in_vain()
         waited_s = await self._line.wait(priority, flight.received_s, flight.may_queue_s, error, not going_on)
         flight.queued_s += waited_s
         flight.may_queue_s = max(0.0, flight.may_queue_s - waited_s)
@@ -396,14 +398,10 @@ class Dispatcher:
         self._index.record(holds[0].member.name, call.prompts)
 
     def _response_headers(self, flight: Flight, decision: Decision) -> Headers:
-        headers = [
-            *flight.response_headers,
-            (b"x-kvbaton-decision", decision.reason.encode()),
-            (b"x-kvbaton-decode", decision.decode.encode()),
-        ]
+        ours = [(b"x-kvbaton-decision", decision.reason.encode()), (b"x-kvbaton-decode", decision.decode.encode())]
         if decision.prefill is not None:
-            headers.append((b"x-kvbaton-prefill", decision.prefill.encode()))
-        return headers
+            ours.append((b"x-kvbaton-prefill", decision.prefill.encode()))
+        return [*flight.response_headers, *ours]
 
     async def _refused(
         self, flight: Flight, response: Response, target: Member, prefill: Member | None

@@ -21,6 +21,7 @@ from kvbaton.workers.openai_errors import ApiError
 PriorityClass = Literal["high", "normal", "low"]
 CLASSES: tuple[PriorityClass, ...] = ("high", "normal", "low")  # in the order in which they are served
 LONGEST_RETRY_AFTER_S = 30
+_HOPE = 0.8  # of a patience, that waiting may be foretold to take: most that wait shall get their turn
 _SMOOTHING = 0.1  # of the mean wait that Retry-After is taken from, and of the pace of the line
 
 
@@ -44,6 +45,7 @@ class Line:
         self._clock = clock
         self._mean_wait_s = 0.0
         self._place_s = 0.0  # what one place in the line cost of late
+        self._num_turns = 0  # that let somebody in, as far as is known
         self._room = Room(sum(self._limits.values()))
 
     @property
@@ -58,7 +60,7 @@ class Line:
         """Refuse what would find no place, or no turn in time."""
         name = class_of(priority)
         full = len(self._waiting[name]) >= self._limits[name]
-        if full or self._num_ahead(name, received_s) * self._place_s > patience_s:
+        if full or self._num_ahead(name, received_s) * self._place_s > _HOPE * patience_s:
             self._metrics.add("kvbaton_router_queue_refusals_total", name)
             raise self.full(name)
 
@@ -69,7 +71,7 @@ class Line:
         if may_be_refused:
             self.check(priority, received_s, patience_s)
         name, place = class_of(priority), object()
-        started_s, num_ahead = self._clock.now_s(), self._num_ahead(name, received_s)
+        started_s, turns_before = self._clock.now_s(), self._num_turns
         self._waiting[name][place] = received_s
         got_turn = False
         try:
@@ -77,12 +79,19 @@ class Line:
         finally:
             del self._waiting[name][place]
             waited_s = self._clock.now_s() - started_s
-            self._place_s += _SMOOTHING * (waited_s / (num_ahead + 1) - self._place_s)
+            self._num_turns += got_turn
+            # Not by the places in front: under overload many of those leave because their time is up.
+            turn_s = waited_s / max(1, self._num_turns - turns_before)
+            self._place_s += _SMOOTHING * (turn_s - self._place_s)
             self._mean_wait_s += _SMOOTHING * (waited_s - self._mean_wait_s)
             self._metrics.observe("kvbaton_router_queue_seconds", value=waited_s)
         if not got_turn:
             raise error
         return waited_s
+
+    def in_vain(self) -> None:
+        """One that had its turn found no room after all, and will wait again."""
+        self._num_turns -= 1
 
     def _num_ahead(self, name: PriorityClass, received_s: float) -> int:
         """Those that will be served before one that begins to wait. One that was woken too early is in front again."""

@@ -76,3 +76,38 @@ async def test_retry_after_follows_what_requests_waited() -> None:
         line.freed()
         await task
     assert line.retry_after_s == LONGEST_RETRY_AFTER_S
+
+
+async def test_who_would_wait_in_vain_is_refused_at_once_even_when_others_did() -> None:
+    """One is served each tick and five come, each with ten ticks of patience: those that get a place get a turn."""
+    clock = HandClock()
+    line = make_line(clock, max_queued=500)
+    served, timed_out, refused = [], [], []
+
+    async def request() -> None:
+        came_s = clock.at_s
+        try:
+            await line.wait(0, came_s, 10.0, line.busy())
+            served.append(came_s)
+        except ApiError as error:
+            (refused if error.code == "queue_full" else timed_out).append(came_s)
+
+    waiting: list[tuple[float, asyncio.Task[None]]] = []
+    for _ in range(400):
+        waiting += [(clock.at_s + 10.0, asyncio.ensure_future(request())) for _ in range(5)]
+        await asyncio.sleep(0)
+        for due_s, task in waiting:  # time is the test's: it tells whose patience has ended
+            if due_s <= clock.at_s and not task.done():
+                line._room._waiting.sort()
+                entry = next(e for e in line._room._waiting if e[1] == due_s - 10.0 and not e[-1].done())
+                entry[-1].set_result(False)
+        line.freed()
+        for _ in range(4):
+            await asyncio.sleep(0)
+        clock.at_s += 1.0
+    late = [came_s for came_s in timed_out if came_s > 200.0]
+    assert len([came_s for came_s in served if came_s > 200.0]) > 150
+    assert len(refused) > 1000 and len(late) < 40
+    for _, task in waiting:
+        task.cancel()
+    await asyncio.gather(*(task for _, task in waiting), return_exceptions=True)
