@@ -50,6 +50,10 @@ PURE = (
     "transfer/pulling.py",
     "transfer/ranges.py",
     "transfer/session.py",
+    "ui/band.py",
+    "ui/history.py",
+    "ui/spread.py",
+    "ui/state.py",
 )
 IMPURE_IMPORTS = {
     "asyncio",

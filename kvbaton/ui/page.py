@@ -152,8 +152,7 @@ class LivePage:
 
     @staticmethod
     async def _send(exchange: Exchange, status: int, body: bytes, headers: Headers) -> None:
-        length = [] if status == 304 else [(b"content-length", b"%d" % len(body))]
-        await exchange.start(status, [*headers, *length, *SECURITY_HEADERS])
+        await exchange.start(status, [*headers, (b"content-length", b"%d" % len(body)), *SECURITY_HEADERS])
         await exchange.end(b"" if exchange.method == "HEAD" else body)
 
 

@@ -35,6 +35,7 @@ class Traffic:
     def __init__(self, url: str, session: aiohttp.ClientSession, words: tuple[int, int], max_tokens: int) -> None:
         self._url, self._session, self._words, self._max_tokens = url, session, words, max_tokens
         self.num_ended = 0
+        self.ended = asyncio.Event()  # at least one request did
 
     async def run(self, seed: int) -> None:
         chance = random.Random(seed)
@@ -45,6 +46,8 @@ class Traffic:
                 assert answer.status == 200, await answer.text()
                 await answer.read()
             self.num_ended += 1
+            self.ended.set()
+            self.ended.clear()
 
 
 @asynccontextmanager
@@ -52,6 +55,7 @@ async def traffic(
     url: str, num: int = 3, words: tuple[int, int] = (8, 90), max_tokens: int = 60
 ) -> AsyncIterator[Traffic]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        await _ready(url, session)
         flow = Traffic(url, session, words, max_tokens)
         tasks = [asyncio.ensure_future(flow.run(seed)) for seed in range(num)]
         try:
@@ -61,6 +65,15 @@ async def traffic(
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(end, asyncio.CancelledError) for end in ended), ended
+
+
+async def _ready(url: str, session: aiohttp.ClientSession) -> None:
+    """A router that has just started has not heard of its workers yet."""
+    async with asyncio.timeout(60):
+        while True:
+            async with session.get(f"{url}/ready") as answer:
+                if answer.status == 200:
+                    return
 
 
 async def state_of(url: str, query: str = "") -> Any:

@@ -3,7 +3,8 @@
 
 import { element } from "./dom.js";
 
-const SPAN_S = 300;
+const MOST_SPAN_S = 300;
+const LEAST_SPAN_S = 60;
 const TABLE_ROWS = 10;
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -101,12 +102,11 @@ export class Chart {
     const line = { color: color("--line"), gridcolor: color("--line"), zeroline: false, fixedrange: true };
     const layout = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, dragmode: false,
-      hovermode: "x", margin: { l: 62, r: 10, t: 8, b: 26 }, autosize: true,
+      hovermode: "x", margin: { l: 66, r: 22, t: 8, b: 26 }, autosize: true,
       font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("--quiet") },
       hoverlabel: { bgcolor: color("--card"), font: { color: color("--text") }, bordercolor: color("--line") },
       xaxis: {
-        ...line, range: [-SPAN_S, 0], showgrid: false, tickfont: { color: color("--quiet") }, showspikes: false,
-        tickvals: [-300, -240, -180, -120, -60, 0], ticktext: ["−5 min", "−4", "−3", "−2", "−1", "now"],
+        ...line, ...timeAxis(-(x[0] ?? 0)), showgrid: false, tickfont: { color: color("--quiet") }, showspikes: false,
       },
       yaxis: { ...line, tickfont: { color: color("--quiet") }, ...this.#axis(values, reach) },
       shapes: levels.map(({ value }) => ({
@@ -135,6 +135,16 @@ export class Chart {
     const ticks = niceTicks(high, this.step);
     return { range: [0, high], tickvals: ticks, ticktext: ticks.map(this.format) };
   }
+}
+
+// As long as there is something to show, in whole minutes.
+function timeAxis(known) {
+  const span = Math.min(MOST_SPAN_S, Math.max(LEAST_SPAN_S, Math.ceil(known / 60) * 60));
+  const step = span > 120 ? 60 : span / 4;
+  const tickvals = [];
+  for (let ago = Math.floor((span - 1) / step) * step; ago >= 0; ago -= step) tickvals.push(-ago);
+  const ticktext = tickvals.map((at) => (at === 0 ? "now" : at % 60 ? `−${-at} s` : `−${-at / 60} min`));
+  return { range: [-span, 0], tickvals, ticktext };
 }
 
 export function logTicks(low, high) {

@@ -150,7 +150,6 @@ function showPools(head) {
         sync(facts, listed, ([name]) => name, ([name]) => {
           const value = element("dd");
           const node = element("div", {}, element("dt", { text: name }), value);
-          node.style.display = "contents";
           return { node, update: ([, shown]) => setText(value, shown) };
         });
       },
