@@ -21,7 +21,8 @@ CHARTS = """[...document.querySelectorAll('figure')].map(figure => {
   return {title: figure.querySelector('figcaption').textContent, width: box.width, height: box.height,
           label: plot.getAttribute('aria-label'), lines: plot.querySelectorAll('.scatterlayer .js-line').length,
           ticks: plot.querySelectorAll('.ytick').length,
-          text: Math.min(...[...plot.querySelectorAll('text')].filter(each => each.textContent)
+          text: Math.min(...[...plot.querySelectorAll('text')]
+            .filter(each => each.textContent && each.checkVisibility())
             .map(each => each.getBoundingClientRect().height))};
 })"""
 # Text against the nearest opaque colour behind it; large text may have 3 to 1.

@@ -64,8 +64,8 @@ export class Chart {
     this.keys.dataset.names = wanted;
     this.keys.replaceChildren(
       ...names.map(([name, of]) => {
-        const mark = element("i");
-        mark.style.background = of;
+        const mark = element("i", { cls: of === "var(--bad)" ? "level" : "" });
+        if (of !== "var(--bad)") mark.style.background = of;
         return element("li", {}, mark, name);
       }),
     );
