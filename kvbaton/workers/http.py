@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import uvicorn
 
 from kvbaton.types import LocalError
+from kvbaton.workers.http_cycle import SCOPE_KEY, Cycle
 from kvbaton.workers.http_head import BoundedHeadProtocol
 from kvbaton.workers.openai_errors import ApiError, bad_request, unavailable
 
@@ -81,6 +82,7 @@ class Exchange:
         self.started = False
         self._receive = receive
         self._send = send
+        self._cycle: Cycle | None = scope.get(SCOPE_KEY)  # None: some other server, which speaks plain ASGI
 
     async def read_body(self, max_bytes: int, timeout_s: float, claim: Claim | None = None) -> bytes:
         """The whole body. 413, 415, 408, 503 when ``claim`` finds nothing left, or ClientGone."""
@@ -90,6 +92,12 @@ class Exchange:
         declared = self.headers.get(b"content-length")
         if declared is not None and (len(declared) > 18 or int(declared) > max_bytes):
             raise too_large
+        if self._cycle is not None and (whole := self._cycle.take_body()) is not None:
+            if len(whole) > max_bytes:
+                raise too_large
+            if claim is not None:
+                claim.take(len(whole))
+            return whole
         parts: list[bytes] = []
         num_bytes = 0
         try:
@@ -116,13 +124,24 @@ class Exchange:
         assert me is not None
         before, gone = me.cancelling(), False
 
-        async def watch() -> None:
+        def leave() -> None:
             nonlocal gone
-            await self._disconnected()
             gone = True
             me.cancel()
 
-        watcher = asyncio.ensure_future(watch())
+        async def watch() -> None:
+            await self._disconnected()
+            leave()
+
+        watcher: asyncio.Future[None] | None = None
+        if self._cycle is None:
+            watcher = asyncio.ensure_future(watch())
+        elif self._cycle.disconnected:
+            work.close()
+            raise ClientGone
+        else:
+            self._cycle.flow.resume_reading()  # or nobody would notice
+            self._cycle.on_gone = leave
         try:
             return await work
         except asyncio.CancelledError:
@@ -130,20 +149,33 @@ class Exchange:
                 raise ClientGone from None
             raise
         finally:
-            watcher.cancel()
+            if watcher is not None:
+                watcher.cancel()
+            elif self._cycle is not None:
+                self._cycle.on_gone = None
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
     async def start(self, status: int, headers: Headers) -> None:
+        """The head may leave only with what follows it."""
         self.started = True
+        if self._cycle is not None:
+            self._cycle.begin(status, headers)
+            return
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, part: bytes) -> None:
+        if self._cycle is not None:
+            await self._cycle.put(part, True)
+            return
         await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def end(self, part: bytes = b"") -> None:
+        if self._cycle is not None:
+            await self._cycle.put(part, False)
+            return
         await self._send({"type": "http.response.body", "body": part, "more_body": False})
 
     async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:

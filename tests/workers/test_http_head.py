@@ -88,3 +88,21 @@ async def test_an_endless_trailer_ends_the_connection(address: tuple[str, int]) 
 
 async def test_what_is_not_http_gets_an_error_like_every_other(address: tuple[str, int]) -> None:
     assert refusal(await answer_to(address, b"\x16\x03\x01 hello\r\n\r\n")) == (400, None)
+
+
+async def bare(scope: Scope, receive: Receive, send: Send) -> None:
+    exchange = Exchange(scope, receive, send)
+    await exchange.start(304 if exchange.path == "/same" else 200, [(b"etag", b"1")])
+    await exchange.end()
+
+
+async def test_an_answer_without_a_body_is_followed_by_nothing() -> None:
+    get, last = b" / HTTP/1.1\r\nhost: x\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    async with serving(bare) as url:
+        host, port = url.removeprefix("http://").split(":")
+        for first in (b"GET" + get.replace(b"/ ", b"/same "), b"HEAD" + get):
+            answer = await answer_to((host, int(port)), first, last)
+            head, _, rest = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 304" if b"/same" in first else b"HTTP/1.1 200")
+            assert rest.startswith(b"HTTP/1.1 200 OK\r\n"), answer
+            assert rest.endswith(b"\r\n\r\n0\r\n\r\n")
