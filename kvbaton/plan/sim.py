@@ -5,7 +5,7 @@
                                                                         by chunk, links carry them, decode goes on
 
 Nothing that decides is written here again: ``policy.decide`` routes, ``Lifecycle`` allows or forbids, ``Scheduler``
-batches, ``BlockManager`` caches and evicts, ``control.decide`` scales. Time comes from step and link models only.
+batches, ``BlockManager`` caches and evicts, a ``Scaler`` scales. Time comes from step and link models only.
 Links serve chunks first come, first served; each worker has one in and one out, and there may be one shared by all.
 
 Invariants: the same arguments give the same bytes; events at one time run in the order they were made; every request
@@ -56,6 +56,7 @@ class Simulation:
         self._shared_free_s = 0.0
         self.wire_bytes = 0
         self.fleet = Fleet(fleet, incidents, self.records, self.gaps)
+        self.fleet.num_unrouted = lambda: len(self._queue)
         self._index = SimIndex(self._block_size, self._index_blocks, fleet.kv_lag_s)
         self._costs = costs or FleetCosts()
         if costs is None and fleet.policy.by_cost:

@@ -1,18 +1,19 @@
 """The simulated fleet's members over time: who takes requests, who is down, who is starting, who drains.
 
-Scaling decisions are ``control.decide``; this module only measures the load it asks for and carries them out.
+Scaling decisions are a scaler's (``autoscale_sim``); this module only carries them out.
 Knows nothing about requests beyond how many a worker has.
 """
 
 from __future__ import annotations
 
-from kvbaton.plan.control import PoolLoad, ScalingState, decide
+from collections.abc import Callable
+
 from kvbaton.plan.sim_index import SimIndex
 from kvbaton.plan.sim_record import GapHistogram, Record
 from kvbaton.plan.sim_spec import FleetSpec, Incidents, PoolSpec
 from kvbaton.plan.sim_worker import SimWorker
 from kvbaton.router.policy import MemberView
-from kvbaton.types import LocalError
+from kvbaton.types import LocalError, Role
 
 
 class Fleet:
@@ -25,8 +26,8 @@ class Fleet:
         self._gaps = gaps
         self.workers: dict[str, SimWorker] = {}
         self._draining: set[str] = set()
-        self._states: dict[str, ScalingState] = {}
-        self._busy_before: dict[str, float] = {}
+        self._scaler = incidents.scaling.scaler() if incidents.scaling is not None else None
+        self.num_unrouted: Callable[[], int] = lambda: 0  # requests that wait at the router; the simulation knows
         for pool in spec.pools:
             for _ in range(pool.count):
                 self._new(pool, 0.0)
@@ -68,41 +69,34 @@ class Fleet:
             for worker in asked
         ]  # fmt: skip
 
+    @property
+    def roles(self) -> list[Role]:
+        return [pool.role for pool in self._spec.pools]
+
+    def members(self, role: Role) -> list[SimWorker]:
+        """All that are paid for: serving, starting, down and draining ones."""
+        return [worker for worker in self.workers.values() if worker.role == role and worker.gone_s is None]
+
+    def is_draining(self, worker: SimWorker) -> bool:
+        return worker.name in self._draining
+
     def scale(self, now_s: float) -> tuple[float, list[tuple[float, SimWorker]]]:
         """Decide for each pool. Returns when to decide next, and who starts with the time they are ready."""
         scaling = self._incidents.scaling
-        assert scaling is not None
+        assert scaling is not None and self._scaler is not None
         started = []
-        for role, policy in scaling.policies.items():
-            pool = next((each for each in self._spec.pools if each.role == role), None)
-            if pool is None:
-                raise LocalError(f"no {role} pool to scale", field="scaling")
-            members = [w for w in self.workers.values() if w.role == role and w.gone_s is None]
-            members = [w for w in members if w.name not in self._draining]
-            load = self._load(role, members, scaling.interval_s)
-            decision = decide(policy, load, self._states.get(role, ScalingState()), now_s)
-            self._states[role] = decision.state
-            for _ in range(decision.workers - len(members)):
+        for role, change in self._scaler.step(self, now_s).items():
+            pool = next(each for each in self._spec.pools if each.role == role)
+            for _ in range(change):
                 worker = self._new(pool, now_s)
                 worker.accepting = False
                 started.append((now_s + scaling.startup_s, worker))
-            serving = sorted((w for w in members if w.accepting), key=lambda w: (len(w.active), w.name))
-            for worker in serving[: max(0, len(members) - decision.workers)]:
+            serving = sorted((w for w in self.members(role) if w.accepting), key=lambda w: (len(w.active), w.name))
+            for worker in serving[: max(0, -change)]:
                 worker.accepting = False
                 self._draining.add(worker.name)
                 self.retire_if_idle(worker, now_s)
         return now_s + scaling.interval_s, started
-
-    def _load(self, role: str, members: list[SimWorker], interval_s: float) -> PoolLoad:
-        serving = [worker for worker in members if worker.accepting]
-        busy_s = sum(worker.prefill_busy_s + worker.decode_busy_s for worker in serving)
-        busy_before_s = self._busy_before.get(role, 0.0)
-        self._busy_before[role] = busy_s
-        share = min(1.0, max(0.0, busy_s - busy_before_s) / (interval_s * max(1, len(serving))))
-        waiting = sum(worker.scheduler.waiting_prompt_tokens for worker in serving)
-        per_token_s = members[0].spec.step.per_token_s if members else 0.0
-        wait_s = waiting * per_token_s / max(1, len(serving))
-        return PoolLoad(len(members), share, wait_s)
 
     def retire_if_idle(self, worker: SimWorker, now_s: float) -> None:
         """A draining worker goes when its last request is done."""

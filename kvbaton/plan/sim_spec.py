@@ -5,9 +5,11 @@ Both arms of a comparison are a ``FleetSpec``; a colocated one just has no hand-
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
-from kvbaton.plan.control import ScalingPolicy
+from kvbaton.plan.autoscale_sim import Scaler
 from kvbaton.plan.link import LinkModel
 from kvbaton.plan.step_time import StepModel
 from kvbaton.router.policy import PolicyConfig
@@ -96,9 +98,9 @@ class Outage(msgspec.Struct, frozen=True):
 
 
 class Scaling(msgspec.Struct, frozen=True):
-    """Pools that grow and shrink: one policy for each role, decided every ``interval_s``."""
+    """Pools that grow and shrink, decided every ``interval_s`` by a scaler made anew for each run."""
 
-    policies: dict[Role, ScalingPolicy]
+    scaler: Callable[[], Scaler]
     interval_s: float = 15.0
     startup_s: float = 60.0  # from the decision until the worker takes requests; its GPUs are paid from the decision
 

@@ -65,6 +65,7 @@ class SimWorker:
         self.born_s = 0.0
         self.gone_s: float | None = None
         self.prefill_busy_s = 0.0
+        self.prefill_tokens = 0  # computed, in the time above
         self.decode_busy_s = 0.0
         self.num_steps = 0
         self.num_preemptions = 0
@@ -127,6 +128,7 @@ class SimWorker:
         step = self.spec.step
         looked_at = sum([pairs(item.start, item.num_tokens) for item in plan.items[count:]])
         prefill = StepWork(plan.num_prefill_tokens, looked_at)
+        self.prefill_tokens += plan.num_prefill_tokens
         if not count:
             duration_s = step.step_s(prefill)
             self.prefill_busy_s += duration_s

@@ -12,6 +12,8 @@ from random import Random
 from kvbaton.plan.link import LinkModel
 from kvbaton.plan.sim import simulate
 from kvbaton.plan.sim_spec import FleetSpec, HandoffSpec, Incidents, Outage, PoolSpec, Scaling, WorkerSpec
+from kvbaton.plan.autoscale_demand import PoolPolicy
+from kvbaton.plan.autoscale_sim import PolicyScaler
 from kvbaton.plan.control import ScalingPolicy
 from kvbaton.plan.step_time import StepModel
 from kvbaton.plan.workload import synthetic
@@ -23,7 +25,10 @@ worker = WorkerSpec(step=step, num_blocks=600, block_size=64, max_batch_tokens=5
 trace = _with_prefixes(synthetic(300, 6.0, (1200, 40), rng, 0.5), 0.4, rng)
 incidents = Incidents(
     outages=(Outage("decode-0", 5.0, 4.0), Outage("prefill-1", 12.0, 3.0)),
-    scaling=Scaling({"decode": ScalingPolicy(minimum=1, maximum=4)}, interval_s=3.0, startup_s=2.0),
+    scaling=Scaling(
+        lambda: PolicyScaler(ScalingPolicy({"decode": PoolPolicy(maximum=4, sequences_per_worker=8)}, start_s=2.0)),
+        interval_s=3.0, startup_s=2.0,
+    ),
     give_up_s=30.0,
 )
 handoff = HandoffSpec(LinkModel(1e-3, 2e9), 20_000, 30)

@@ -9,6 +9,8 @@ import pytest
 
 from kvbaton.engine.scheduler import Scheduler
 from kvbaton.plan import sim
+from kvbaton.plan.autoscale_demand import PoolPolicy
+from kvbaton.plan.autoscale_sim import PolicyScaler
 from kvbaton.plan.closed_forms import distserve_ttft_s, md1_wait_s
 from kvbaton.plan.control import ScalingPolicy
 from kvbaton.plan.link import LinkModel
@@ -241,8 +243,9 @@ def test_scaling_takes_start_up_time_and_goes_back() -> None:
     quiet = synthetic(200, 0.2, (800, 40), Random(8)).requests
     later = tuple(msgspec.structs.replace(each, arrival_s=each.arrival_s + busy[-1].arrival_s) for each in quiet)
     trace = Trace("tide", busy + later)
-    policy = ScalingPolicy(1, 6, shrink_after_s=60.0)
-    scaled = simulate(colocated(1), trace, Incidents(scaling=Scaling({"both": policy}, 5.0, startup_s=10.0)))
+    policy = ScalingPolicy({"both": PoolPolicy(1, 6)}, shrink_after_s=60.0, start_s=10.0)
+    scaling = Scaling(lambda: PolicyScaler(policy), 5.0, startup_s=10.0)
+    scaled = simulate(colocated(1), trace, Incidents(scaling=scaling))
     fixed = simulate(colocated(1), trace)
     assert scaled.outcomes == {"ok": 800}
     assert scaled.ttft.p99 < fixed.ttft.p99
