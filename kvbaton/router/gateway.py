@@ -170,6 +170,7 @@ class Gateway:
             flight.lifecycle = Lifecycle(max_replays=settings.max_replays if wishes.replay else 0)
             async with self.open.deadline(flight.timeout_s):
                 raw = await self._read(flight, claim)
+                flight.received_s = self._clock.now_s()  # a slow upload is not a slow fleet
                 await exchange.until_disconnect(self._process(flight, endpoint, raw))
             return None
         except ClientGone:

@@ -213,6 +213,35 @@ async def test_many_large_bodies_do_not_add_up(tokenizer: Tokenizer) -> None:
         await until(lambda: fleet.gateway._bodies.left_bytes == 250_000)
 
 
+class Forward:
+    """The real clock, and what it was set forward."""
+
+    def __init__(self, real: Any) -> None:
+        self._real, self.ahead_s = real, 0.0
+
+    def now_s(self) -> float:
+        return float(self._real.now_s() + self.ahead_s)
+
+
+async def test_a_slow_upload_is_not_a_slow_fleet(split: Fleet) -> None:
+    """Neither a time to first token nor what the cost model learns from."""
+    clock = Forward(split.gateway._clock)
+    split.gateway._clock = split.dispatcher._clock = clock  # type: ignore[assignment]
+    body = json.dumps({"prompt": LONG, "stream": True, "max_tokens": 2}).encode()
+    host, _, port = split.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:20])
+    await until(lambda: split.gateway.open.num == 1)
+    clock.ahead_s = 5000.0
+    writer.write(body[20:])
+    await reader.readuntil(b"[DONE]")
+    writer.close()
+    await split.settled()
+    text = split.metrics.exposition().decode()
+    sums = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if "_seconds_sum" in line]
+    assert sums and max(sums) < 5000
+
+
 async def test_too_many_at_once_are_told_to_come_back(tokenizer: Tokenizer) -> None:
     async with running_fleet(tokenizer, {"b0": "both"}, max_inflight=2) as fleet:
         fleet.workers["b0"].gate.clear()
