@@ -43,7 +43,7 @@ class Cycle(RequestResponseCycle):
         self.waiting_for_100_continue = False
         self.chunked_encoding = status not in (204, 304)  # these have no body, however it might be marked
         lines = [STATUS_LINE[status]]
-        for name, value in headers:
+        for name, value in [*self.default_headers, *headers]:
             if name == b"content-length":
                 self.expected_content_length = int(value)
                 self.chunked_encoding = False

@@ -105,4 +105,5 @@ async def test_an_answer_without_a_body_is_followed_by_nothing() -> None:
             head, _, rest = answer.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 304" if b"/same" in first else b"HTTP/1.1 200")
             assert rest.startswith(b"HTTP/1.1 200 OK\r\n"), answer
+            assert b"\r\ndate: " in head  # as of every origin server with a clock
             assert rest.endswith(b"\r\n\r\n0\r\n\r\n")
