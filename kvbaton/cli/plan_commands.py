@@ -187,6 +187,7 @@ def plan_command(scenario: str, as_json: bool, html: str | None, quick: bool, qu
 @click.option("--log", type=click.Path(exists=True), help="Request records, one JSON object a line.")
 @click.option("--workers", default=1, show_default=True, help="Workers behind --log.")
 @click.option("--profile", type=click.Path(exists=True), help="Profile file: prices a token of each phase.")
+@click.option("--write-scenario", type=click.Path(dir_okay=False), help="Write the traffic seen as a file for `plan`.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @refuses_bad_input
 def advise_command(sources: tuple[str, ...], **options: Any) -> None:
@@ -210,6 +211,11 @@ def advise_command(sources: tuple[str, ...], **options: Any) -> None:
         if not before or len(before) != len(after):
             raise LocalError("give metrics URLs, or as many --before as --after", field="SOURCES")
         seen = advise.window(before, after, options["interval"])
+    if options["write_scenario"]:
+        from kvbaton.plan.autoscale_drift import scenario_text
+
+        Path(options["write_scenario"]).write_text(scenario_text(seen))
+        click.echo(f"wrote {options['write_scenario']}: check its model, hardware and limits", err=True)
     price = None
     if options["profile"]:
         step = read_profile(options["profile"]).step
