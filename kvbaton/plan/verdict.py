@@ -34,19 +34,37 @@ KNOBS: tuple[tuple[Knob, str], ...] = (
 )
 
 
-def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
-    """Everything ``kvbaton plan`` says."""
-    engine, trace = Engine(scenario), trace_of(scenario)
-    scenario = _right_sized(scenario, engine, trace, progress)
-    engine = Engine(scenario)
-    sizer = Sizer(scenario, trace, engine, progress)
+class Decision(msgspec.Struct, frozen=True):
+    """The verdict and what it rests on, before anything is described."""
+
+    single: Choice
+    pair: Choice | None
+    ratio: float | None  # goodput for a dollar, split over single pool
+    uncertain: tuple[Uncertain, ...]
+    verdict: VerdictWord
+    reason: str
+    measure_next: tuple[str, ...]
+
+
+def decide(sizer: Sizer) -> Decision:
+    """The best of each arm, held against each other, with every uncertain constant turned."""
     single = best_single(sizer)
     if single is None:
         raise LocalError("no single-pool fleet meets the limits", field="slo", fix="looser limits or other GPUs")
     pair = best_split(sizer)
     uncertain = _turn_knobs(sizer, single, pair) if pair is not None else ()
     ratio = pair.per_dollar / single.per_dollar if pair is not None else None
-    verdict, reason, measure = _decide(scenario, engine, ratio, uncertain)
+    return Decision(single, pair, ratio, uncertain, *_decide(sizer.scenario, sizer.engine, ratio, uncertain))
+
+
+def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
+    """Everything ``kvbaton plan`` says."""
+    engine, trace = Engine(scenario), trace_of(scenario)
+    scenario = _right_sized(scenario, engine, trace, progress)
+    engine = Engine(scenario)
+    sizer = Sizer(scenario, trace, engine, progress)
+    decision = decide(sizer)
+    single, pair, ratio, uncertain = decision.single, decision.pair, decision.ratio, decision.uncertain
     rate = scenario.workload.rate or 0.8 * max(single.goodput, pair.goodput if pair else 0.0)
     arms = [_arm(sizer, choice, min(rate, choice.goodput)) for choice in (single, pair) if choice is not None]
     values = [each.advantage for each in uncertain] + ([ratio] if ratio is not None else [])
@@ -56,9 +74,9 @@ def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
     lines = _sensitivity(sizer, single, pair) if scenario.search.sensitivity and pair is not None else ()
     return Answer(
         name=scenario.name,
-        verdict=verdict,
-        reason=reason,
-        measure_next=measure,
+        verdict=decision.verdict,
+        reason=decision.reason,
+        measure_next=decision.measure_next,
         advantage=ratio,
         advantage_band=Band(min(values), max(values)) if values else None,
         margin=scenario.search.margin,
@@ -66,7 +84,7 @@ def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
         slo=_slo_text(scenario),
         colocated=arms[0],
         split=split,
-        threshold_tokens=pair.layout.threshold if pair is not None and verdict == "split" else None,
+        threshold_tokens=pair.layout.threshold if pair is not None and decision.verdict == "split" else None,
         matrix=conditions.matrix(scenario, engine, trace, arms[0], split),
         cheaper=suggestions.cheaper(sizer, single.layout, single.goodput),
         sensitivity=lines,

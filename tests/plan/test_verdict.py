@@ -17,7 +17,7 @@ from kvbaton.plan import report_html, report_text
 from kvbaton.plan.answer import Answer, Uncertain
 from kvbaton.plan.scenario import Engine, load, parse, trace_of
 from kvbaton.plan.sizing import Sizer
-from kvbaton.plan.verdict import _decide, headroom, plan
+from kvbaton.plan.verdict import _decide, decide, headroom, plan
 from kvbaton.types import LocalError
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "examples" / "scenarios"
@@ -155,7 +155,8 @@ def test_shipped_scenarios_get_the_verdict_their_name_says(path: Path) -> None:
     scenario = load(path)
     search = msgspec.structs.replace(scenario.search, verify=2, sensitivity=False, precision=0.08)
     workload = msgspec.structs.replace(scenario.workload, requests=150)
-    found = plan(msgspec.structs.replace(scenario, search=search, workload=workload))
+    scenario = msgspec.structs.replace(scenario, search=search, workload=workload)
+    found = decide(Sizer(scenario, trace_of(scenario), Engine(scenario), lambda line: None))
     expected = {"split": "split", "stay": "stay", "unsure": "not enough evidence"}[path.stem.split("_")[0]]
     assert found.verdict == expected, found.reason
     assert bool(found.measure_next) == (expected == "not enough evidence")
