@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -29,27 +29,36 @@ from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
 from kvbaton.types import (
     CapacityError,
-    FinishReason,
     GenerateRequest,
     LocalError,
     RemoteError,
     Role,
-    TokenLogprobs,
-    TokenOutput,
 )
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
 from kvbaton.workers.vllm_metrics import EngineFigures, read_figures
 from kvbaton.workers.vllm_server import VllmServer
+from kvbaton.workers.vllm_stream import (
+    CHUNK,
+    MAX_EVENT_BYTES,
+    UNREADABLE,
+    Chunk,
+    EventSplitter,
+    TokenReader,
+    Usage,
+    message_of,
+    status_of,
+)
 
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
-_TOKEN_PREFIX = "token_id:"
 _START_S = 900.0  # compiling a large model takes minutes
 _SCRAPE_S = 0.25
 _SCRAPE_TIMEOUT_S = 5.0
 _LEASE_MARGIN_S = 2.0  # the decode server must have asked for the KV before its lease ends
-_MAX_ERROR_BYTES = 64 * 1024
+# Without figures for so long nobody knows whether a prefill would be spent in vain.
+_FIGURES_MAX_AGE_S = 5.0
+_ROOM_FIGURES = frozenset({"text", "num_running", "num_waiting"})
 # What the prefill leg asks for: one token, to be continued elsewhere.
 _OFFER = {
     "do_remote_decode": True,
@@ -73,36 +82,6 @@ class VllmOptions:
     peer_host: str = ""  # where decode workers reach the server; empty: the host in ``url``
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    prompt_tokens_details: dict[str, Any] | None = None
-
-    @property
-    def num_cached(self) -> int:
-        return int((self.prompt_tokens_details or {}).get("cached_tokens") or 0)
-
-
-class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float | None] = []
-    tokens: list[str] = []
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _Chunk(msgspec.Struct):
-    """A streamed part, or a whole answer. ``kv_transfer_params`` is kept as it came: its fields are the engines'."""
-
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-    error: dict[str, Any] | None = None
-
-
 class _Lease(msgspec.Struct):
     """The fields of the object that we look at, none of which need be there."""
 
@@ -110,7 +89,20 @@ class _Lease(msgspec.Struct):
     remote_prefill_cached_tokens: int | None = None
 
 
-_CHUNK = msgspec.json.Decoder(_Chunk)
+class _Card(msgspec.Struct):
+    id: str
+    max_model_len: Annotated[int, msgspec.Meta(gt=0)]
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+_Answer = TypeVar("_Answer")
 _LEASE = msgspec.json.Decoder(_Lease)
 
 
@@ -134,6 +126,8 @@ class VllmWorker:
         self.fingerprint = fingerprint_of(self._layout(128), config.revision, config.rope_text)
         self.kv_port = int(options.url.rpartition(":")[2])
         self.figures = EngineFigures()
+        self._figures_at_s = time.monotonic()
+        self._trouble = ""  # with the figures, as last logged
         self._num_open = 0
         self._num_done = 0
         self._num_failed = 0
@@ -155,36 +149,50 @@ class VllmWorker:
             connector=aiohttp.TCPConnector(limit=0),
             trust_env=False,
         )
-        models = await self._get_json("/v1/models")
-        cards = {card["id"]: card for card in models["data"]}
-        if self.options.model_name not in cards:
-            raise RemoteError(f"the server has {', '.join(cards)}, not {self.options.model_name}", field="model")
-        self.max_context = min(self.max_context, int(cards[self.options.model_name]["max_model_len"]))
-        self.version = str((await self._get_json("/version")).get("version", ""))
+        models = await self._get_json("/v1/models", _Models)
+        lengths = {card.id: card.max_model_len for card in models.data}
+        if self.options.model_name not in lengths:
+            raise RemoteError(f"the server has {', '.join(lengths)}, not {self.options.model_name}", field="model")
+        self.max_context = min(self.max_context, lengths[self.options.model_name])
+        self.version = (await self._get_json("/version", _Version)).version
         await self._scrape()
         layout = self._layout(self.figures.block_size or 128)
         self.fingerprint = fingerprint_of(layout, f"{self.config.revision}/vllm-{self.version}", self.config.rope_text)
         self._watching = asyncio.create_task(self._watch())
 
-    async def _get_json(self, path: str) -> Any:
+    async def _get_json(self, path: str, kind: type[_Answer]) -> _Answer:
+        try:
+            return msgspec.json.decode(await self._get(path), type=kind)
+        except UNREADABLE as error:
+            raise RemoteError(f"the server's answer to {path} cannot be read: {error}") from None
+
+    async def _get(self, path: str) -> bytes:
         async with asyncio.timeout(_SCRAPE_TIMEOUT_S), self._http.get(self.options.url + path) as response:
             if response.status != 200:
                 raise RemoteError(f"the server answers {response.status} to {path}")
-            return await response.json()
+            return await _read(response, MAX_EVENT_BYTES)
 
     async def _watch(self) -> None:
+        """Survives whatever the server answers: without it no figure would ever change again."""
         while True:
             await asyncio.sleep(_SCRAPE_S)
             try:
                 await self._scrape()
-            except (TimeoutError, aiohttp.ClientError, OSError, RemoteError) as error:
-                log.warning("the server's figures cannot be read: %s: %s", type(error).__name__, error)
+                odd = self.figures.odd
+                self._tell(f"these are odd: {', '.join(odd)}" if odd else "")
+            except Exception as error:
+                self._tell(f"they cannot be read: {type(error).__name__}: {error}")
+
+    def _tell(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            log.warning("the server's figures: %s", trouble or "they can be read again")
 
     async def _scrape(self) -> None:
-        async with asyncio.timeout(_SCRAPE_TIMEOUT_S), self._http.get(self.options.url + "/metrics") as response:
-            if response.status != 200:
-                raise RemoteError(f"the server answers {response.status} to /metrics")
-            self.figures = read_figures(await response.text())
+        text = (await self._get("/metrics")).decode(errors="replace")
+        self.figures = read_figures(text, self.figures)
+        if not _ROOM_FIGURES.intersection(self.figures.odd):
+            self._figures_at_s = time.monotonic()
 
     @property
     def alive(self) -> bool:
@@ -256,6 +264,8 @@ class VllmWorker:
             raise CapacityError("this worker's queue is full", fix="retry later")
         if prefill is not None and (self.figures.num_waiting or self._num_open >= self.options.max_running):
             raise CapacityError("the decode server has no room", fix="retry later or elsewhere")
+        if prefill is not None and time.monotonic() - self._figures_at_s > _FIGURES_MAX_AGE_S:
+            raise CapacityError("the decode server does not say whether it has room", fix="retry later or elsewhere")
         return self._run(request, prefill, deadline_s)
 
     async def _run(
@@ -291,15 +301,15 @@ class VllmWorker:
         url = f"http://{prefill.host}:{prefill.port}/v1/completions"
         try:
             async with self._http.post(url, data=_ENCODER.encode(asked), headers=_headers(request)) as response:
-                raw = await response.read()
+                raw = await _read(response, MAX_EVENT_BYTES)
                 if response.status != 200:
-                    raise RemoteError(f"the prefill server answers {response.status}: {_message(raw)}")
-            answer = _CHUNK.decode(raw)
+                    raise RemoteError(f"the prefill server answers {response.status}: {message_of(raw)}")
+            answer = CHUNK.decode(raw)
             if bytes(answer.kv_transfer_params) == b"null":
                 reason = answer.choices[0].finish_reason if answer.choices else None
                 raise RemoteError(f"the prefill server offers no KV (finish reason {reason})")
             lease = _LEASE.decode(bytes(answer.kv_transfer_params))
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+        except (aiohttp.ClientError, OSError, *UNREADABLE) as error:
             self._num_failed += 1
             raise RemoteError(f"prefill at {prefill.host}:{prefill.port}: {type(error).__name__}: {error}") from None
         except RemoteError:
@@ -318,25 +328,28 @@ class VllmWorker:
     ) -> AsyncIterator[WorkerEvent]:
         num_prompt = len(request.prompt_token_ids)
         asked = body if transfer is None else {**body, "kv_transfer_params": transfer}
-        admitted, usage = False, _Usage()
+        admitted, usage, tokens = False, Usage(), TokenReader(request, self.config.vocab_size)
         url = self.options.url + "/v1/completions"
         try:
             async with self._http.post(url, data=_ENCODER.encode(asked), headers=_headers(request)) as response:
                 if response.status != 200:
-                    raise self._refused(response.status, await response.content.read(_MAX_ERROR_BYTES))
+                    raise self._refused(response.status, await _read(response, MAX_EVENT_BYTES))
                 async for chunk in _chunks(response):
                     if chunk.error is not None:
-                        raise self._refused(
-                            int(chunk.error.get("code") or 500), _ENCODER.encode({"error": chunk.error})
-                        )
+                        raise self._refused(status_of(chunk.error), _ENCODER.encode({"error": chunk.error}))
                     usage = chunk.usage or usage
                     if not admitted:
                         admitted = True
                         yield _admitted(num_prompt, transfer is not None, lease)
                     for choice in chunk.choices:
-                        for output in outputs_of(choice):
+                        for output in tokens.push(choice):
                             yield output
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+                tokens.close()
+        except UNREADABLE as error:
+            raise LocalError(f"the server's answer cannot be read: {error}") from None
+        except RemoteError as error:
+            raise LocalError(f"the server's answer cannot be read: {error}") from None
+        except (aiohttp.ClientError, OSError) as error:
             raise LocalError(f"the server went away: {type(error).__name__}: {error}") from None
         if transfer is None:
             yield Finished(num_cached_tokens=usage.num_cached)
@@ -346,7 +359,7 @@ class VllmWorker:
         yield Finished(transfer_bytes=num_blocks * self._layout(max(1, self.figures.block_size)).block_bytes)
 
     def _refused(self, status: int, raw: bytes) -> Exception:
-        message = _message(raw)
+        message = message_of(raw)
         if status == 400:
             return LocalError(message, field="prompt")
         if status in (429, 503):
@@ -392,53 +405,33 @@ def request_body(request: GenerateRequest, model_name: str) -> dict[str, Any]:
     return body
 
 
-def outputs_of(choice: _Choice) -> list[TokenOutput]:
-    """The tokens of one part; the finish reason belongs to the last of them."""
-    ids = choice.token_ids or []
-    outputs = []
-    for index, token_id in enumerate(ids):
-        reason: FinishReason | None = None
-        if index == len(ids) - 1 and choice.finish_reason is not None:
-            reason = "length" if choice.finish_reason == "length" else "stop"
-        logprobs = None if choice.logprobs is None else _logprobs(choice.logprobs, index, token_id)
-        outputs.append(TokenOutput(token_id, logprobs, reason, stop_token=reason == "stop"))
-    return outputs
-
-
-def _logprobs(found: _Logprobs, index: int, token_id: int) -> TokenLogprobs | None:
-    if index >= len(found.token_logprobs) or (value := found.token_logprobs[index]) is None:
-        return None
-    top = (found.top_logprobs or [None] * (index + 1))[index] or {}
-    best = sorted(((int(name.removeprefix(_TOKEN_PREFIX)), p) for name, p in top.items()), key=lambda pair: -pair[1])
-    return TokenLogprobs(token_id, value, tuple(best))
-
-
 def _admitted(num_prompt: int, remote: bool, lease: _Lease) -> Admitted:
     if not remote:
         return Admitted(num_prompt, 0)  # how much was cached is told with the last part
-    return Admitted(num_prompt, lease.remote_prefill_cached_tokens or 0, num_prompt, path="remote")
+    num_cached = max(0, min(lease.remote_prefill_cached_tokens or 0, num_prompt))  # the peer's word
+    return Admitted(num_prompt, num_cached, num_prompt, path="remote")
 
 
 def _headers(request: GenerateRequest) -> dict[str, str]:
     return {"content-type": "application/json", "x-request-id": request.request_id}
 
 
-async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[_Chunk]:
-    """Server-sent events until the end mark; a stream without one was cut."""
-    held = b""
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """A whole body; RemoteError for one beyond the bound, whose sender is at fault."""
+    raw = bytearray()
     async for part in response.content.iter_any():
-        *events, held = (held + part).split(b"\n\n")
-        for event in events:
-            data = event.strip().removeprefix(b"data:").strip()
+        raw += part
+        if len(raw) > max_bytes:
+            raise RemoteError(f"an answer of more than {max_bytes} bytes")
+    return bytes(raw)
+
+
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[Chunk]:
+    """Server-sent events until the end mark; a stream without one was cut."""
+    splitter = EventSplitter()
+    async for part in response.content.iter_any():
+        for data in splitter.push(part):
             if data == b"[DONE]":
                 return
-            if data:
-                yield _CHUNK.decode(data)
+            yield CHUNK.decode(data)
     raise aiohttp.ClientPayloadError("the stream ended without its end mark")
-
-
-def _message(raw: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(raw)["error"]["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        return raw[:200].decode(errors="replace")

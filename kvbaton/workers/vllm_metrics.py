@@ -1,14 +1,18 @@
 """vLLM's own figures, read from its /metrics text: load, blocks, tokens by source, and what its KV connector moved.
 
 Names have changed over versions; those known are tried in order, and one that is missing is a zero that ``missing``
-names. Pure. Knows nothing about HTTP.
+names. One that is there and makes no sense (not a number, below zero, beyond any count) keeps its last value, and
+``odd`` names it: no answer of a server raises here. Pure. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 # our name -> names of the sample in vLLM, newest first, with the labels that must match
 _SAMPLES: dict[str, tuple[tuple[str, dict[str, str]], ...]] = {
@@ -34,6 +38,12 @@ _SAMPLES: dict[str, tuple[tuple[str, dict[str, str]], ...]] = {
     "num_expired": (("vllm:nixl_num_kv_expired_reqs_total", {}),),
 }
 _CONFIG = "vllm:cache_config_info"
+_LABELS = {"num_blocks": "num_gpu_blocks", "block_size": "block_size"}
+_KNOWN = frozenset({_CONFIG, *(name for names in _SAMPLES.values() for name, _ in names)})
+_NAME = re.compile(r"vllm:\w+")
+_EXPOSITION = re.compile(r"\s*(#.*|[a-zA-Z_:][\w:]*(\{.*\})?\s+\S+(\s+\S+)?\s*)?$")
+_MAX_COUNT = 2**63
+_MAX_DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -54,32 +64,65 @@ class EngineFigures:
     num_blocks: int = 0
     block_size: int = 0
     missing: tuple[str, ...] = field(default=())
+    odd: tuple[str, ...] = field(default=())  # "text": what was read is no exposition
 
 
-def read_figures(text: str) -> EngineFigures:
-    """ValueError for text that is no exposition."""
-    samples = [
-        sample
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name.startswith("vllm:")
-    ]
-    found: dict[str, float] = {}
+def read_figures(text: str, last: EngineFigures | None = None) -> EngineFigures:
+    """``last`` holds the values of what cannot be read now."""
+    before = EngineFigures() if last is None else last
+    samples, broken = _samples(text)
+    if "text" in broken:
+        return replace(before, odd=("text",))
+    found: dict[str, Any] = {}
+    odd = set()
     for ours, names in _SAMPLES.items():
-        for name, labels in names:
-            values = [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
-            if values:
-                found[ours] = sum(values) / (len(values) if ours == "usage" else 1)
-                break
-    config = [sample.labels for sample in samples if sample.name == _CONFIG]
-    return EngineFigures(
-        num_blocks=sum(_whole(labels.get("num_gpu_blocks")) for labels in config),
-        block_size=_whole(config[0].get("block_size")) if config else 0,
-        missing=tuple(name for name in _SAMPLES if name not in found),
-        usage=found.pop("usage", 0.0),
-        **{name: int(value) for name, value in found.items()},
-    )
+        value = _value(samples, names, mean=ours == "usage")
+        if value is not None and 0 <= value <= (1 if ours == "usage" else _MAX_COUNT):  # NaN is not
+            found[ours] = value if ours == "usage" else int(value)
+        elif value is not None or broken.intersection(name for name, _ in names):
+            odd.add(ours)
+    missing = tuple(name for name in _SAMPLES if name not in found and name not in odd)
+    for ours, label in _LABELS.items():
+        counts = [_whole(sample.labels[label]) for sample in samples if label in sample.labels]
+        if None in counts or _CONFIG in broken:
+            odd.add(ours)
+        else:
+            known = [count for count in counts if count is not None]
+            found[ours] = sum(known) if ours == "num_blocks" else max(known, default=0)
+    found |= {ours: getattr(before, ours) for ours in odd}
+    return EngineFigures(**found, missing=missing, odd=tuple(sorted(odd)))
 
 
-def _whole(text: str | None) -> int:
-    return int(text) if text is not None and text.isdigit() else 0
+def _samples(text: str) -> tuple[list[Sample], set[str]]:
+    """The samples we know of, and the names of those that cannot be read ("text": it is something else altogether).
+
+    Each line is read by itself, so that one that is broken does not take the others with it.
+    """
+    samples: list[Sample] = []
+    broken = set()
+    for line in text.splitlines():
+        name = _NAME.match(line)
+        if name is None or name[0] not in _KNOWN:
+            continue
+        try:
+            samples += [sample for family in text_string_to_metric_families(line) for sample in family.samples]
+        except Exception:  # the parser raises what it happens to meet
+            broken.add(name[0])
+    if not samples and not broken and not all(_EXPOSITION.match(line) for line in text.splitlines()):
+        broken.add("text")
+    return samples, broken
+
+
+def _value(samples: list[Sample], names: tuple[tuple[str, dict[str, str]], ...], mean: bool) -> float | None:
+    """Over all engines, by the newest name that is there."""
+    for name, labels in names:
+        values = [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
+        if values:
+            return sum(values) / (len(values) if mean else 1)
+    return None
+
+
+def _whole(text: str) -> int | None:
+    if text == "None":  # vLLM's for what it does not know yet
+        return 0
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else None

@@ -61,6 +61,7 @@ class FakeVllm:
         self.headers: list[Any] = []
         self.num_open = 0
         self.metrics = METRICS
+        self.stream: bytes | None = None  # instead of an answer
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
@@ -91,6 +92,9 @@ class FakeVllm:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
+        if self.stream is not None:
+            await response.write(self.stream)
+            return response
         for index, token in enumerate(self.tokens):
             if index == self.cut_after:
                 assert request.transport is not None
@@ -277,6 +281,48 @@ async def test_a_stream_that_is_cut_is_an_error(pair: Pair) -> None:
     pair.decode.cut_after = 1
     with pytest.raises(LocalError, match="went away"):
         await pair.run(remote=False)
+
+
+@pytest.mark.parametrize(
+    ("stream", "word"),
+    [
+        (b'data: {"choices":[{"token_ids":[11],"finish_reason":"abort"}]}\n\ndata: [DONE]\n\n', "broke the answer off"),
+        (b'data: {"choices":[{"token_ids":[11]}]}\n\ndata: [DONE]\n\n', "without a finish reason"),
+        (b'data: {"choices":[{"token_ids":[11,12,13,14]}]}\n\n', "more than the 3 tokens"),
+        (b'data: {"error":{"message":"it broke","code":"InternalServerError"}}\n\n', "it broke"),
+        (b'data: {"choices":[{"token_ids":["x"]}]}\n\n', "cannot be read"),
+        (b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":"x"}}}\n\n', "cannot be read"),
+        (b"data: \xff\n\n", "cannot be read"),
+        (b"data: " + b"[" * 100_000 + b"\n\n", "cannot be read"),
+    ],
+)
+async def test_an_odd_stream_is_a_typed_error(pair: Pair, stream: bytes, word: str) -> None:
+    pair.decode.stream = stream
+    with pytest.raises(LocalError, match=word) as caught:
+        await pair.run(remote=False)
+    assert not isinstance(caught.value, CapacityError)
+
+
+async def test_the_watcher_survives_every_answer_and_says_so_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    odd = METRICS.replace('num_requests_running{engine="0",model_name="m"} 1.0', "num_requests_running NaN")
+    for text, found in ((odd, ("num_running",)), ("<html>", ("text",))):
+        pair.decode.metrics = text
+        await until(lambda found=found: pair.worker.figures.odd == found)
+        assert pair.worker.stats().num_running == 1, "the last value is kept"
+        pair.worker._figures_at_s -= 60
+        scraped = pair.worker.figures
+        await until(lambda scraped=scraped: pair.worker.figures is not scraped)
+        with pytest.raises(CapacityError, match="does not say"):
+            await pair.run()
+        assert pair.prefill.bodies == [], "no prefill is spent on a guess"
+        assert await pair.run(remote=False), "what is sent here anyway needs no figures"
+    pair.decode.metrics = METRICS.replace('num_requests_waiting{engine="0",model_name="m"} 0.0', "x 1").replace(
+        'num_requests_running{engine="0",model_name="m"} 1.0', "num_requests_running 7"
+    )
+    await until(lambda: pair.worker.figures.num_running == 7)
+    assert await pair.run()
+    told = [record.getMessage() for record in caplog.records if "figures" in record.getMessage()]
+    assert len(told) == 3 and "num_running" in told[0] and "text" in told[1] and "again" in told[2]
 
 
 async def test_a_deadline_ends_the_wait(pair: Pair) -> None:
