@@ -65,13 +65,17 @@ class FleetControl:
             command = msgspec.json.decode(line, type=Command)
             if command.verb == "status":
                 return Reply(self.status())
-            async with self._changing:
-                await self._carry_out(command)
+            await self.change(command)
             return Reply(self.status())
         except KvbatonError as error:
             return Reply(refusal=Refusal(error.message, error.field, error.fix))
         except (msgspec.MsgspecError, ValueError, TimeoutError) as error:
             return Reply(refusal=Refusal(f"not a command: {error}"))
+
+    async def change(self, command: Command) -> None:
+        """Carry it out, after the change that is under way. KvbatonError: it was not."""
+        async with self._changing:
+            await self._carry_out(command)
 
     def status(self) -> FleetStatus:
         return self._about(

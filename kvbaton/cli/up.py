@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,15 +11,17 @@ import secrets
 import shutil
 import signal
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvbaton.cli import options, preflight
+from kvbaton.cli import autoscale_options, options, preflight
+from kvbaton.cli.autoscale_options import AutoscaleOptions
 from kvbaton.cli.fleet_control import FleetControl
 from kvbaton.cli.placement import LEAST_KV_MIB, assign_cores, emptiest_cores, fit_kv_memory_mib
-from kvbaton.cli.supervisor import ChildSpec, Supervisor
+from kvbaton.cli.supervisor import ChildSpec, Supervisor, Tell
 from kvbaton.config import INTERNAL_KEY_VARIABLE, FleetSettings, to_environ, without_settings
 from kvbaton.kv.shared_pool import sweep_stale
 from kvbaton.router.control import FleetStatus, Process
@@ -37,6 +40,7 @@ START_S = {"embedded": 180.0, "vllm": 900.0}  # a vLLM server compiles before it
 @options.flags(
     options.MODEL_FLAGS, options.ENGINE_FLAGS, options.SERVER_FLAGS, options.ROUTER_FLAGS, options.DRAIN_FLAG
 )
+@autoscale_options.flags
 @options.config_option
 @options.log_level_option
 @click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the processes' logs go.")
@@ -51,12 +55,14 @@ def up_command(
         kvbaton up                              one prefill and one decode worker
         kvbaton up --prefill 2 --decode 2
         kvbaton up --colocated 2                the single pool, for comparison
+        kvbaton up --autoscale --prefill-max 3 --decode-max 3
         kvbaton up --engine vllm --engine-python /opt/vllm/bin/python
 
     Each worker stays on its own cores. A worker that dies is started again. Ctrl-C drains: open streams end, then
     everything goes; Ctrl-C again ends at once.
     """
     roles = fleet_roles(prefill, decode, colocated)
+    scale = autoscale_options.read(roles, given)
     fleet = options.read_settings(given["config"], settings)
     preflight.check_address(fleet.router.host, fleet.router.port)
     progress = Progress()
@@ -77,7 +83,11 @@ def up_command(
             return FleetStatus(os.getpid(), url, model_name(fleet), processes, str(logs), transport, key)
 
         control = FleetControl(supervisor, about, {role: roles.count(role) for role in roles})
-        stop = asyncio.Event()
+        stop, ready = asyncio.Event(), asyncio.Event()
+
+        def on_ready() -> None:
+            announce(supervisor, fleet, logs, given["as_json"])
+            ready.set()
 
         first_s: list[float] = []
 
@@ -90,16 +100,35 @@ def up_command(
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
-        async with control.listening():
-            await supervisor.run(
-                given["ready_timeout_s"] or START_S[fleet.worker.engine],
-                lambda: announce(supervisor, fleet, logs, given["as_json"]),
-                stop,
-            )
+        async with control.listening(), scaling(scale, supervisor, control, progress.tell, (ready, stop)):
+            await supervisor.run(given["ready_timeout_s"] or START_S[fleet.worker.engine], on_ready, stop)
 
     asyncio.run(main())
     progress.tell("up", "everything has ended")
     return 0
+
+
+@contextlib.asynccontextmanager
+async def scaling(
+    scale: AutoscaleOptions | None,
+    supervisor: Supervisor,
+    control: FleetControl,
+    tell: Tell,
+    events: tuple[asyncio.Event, asyncio.Event],
+) -> AsyncIterator[None]:
+    """The autoscaler beside the fleet, if one was asked for; its end never keeps the fleet from ending."""
+    if scale is None:
+        yield
+        return
+    from kvbaton.cli.autoscale import Autoscaler  # brings the planner along
+
+    task = asyncio.create_task(Autoscaler(supervisor, control, scale, tell).run(*events))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def fleet_roles(prefill: int | None, decode: int | None, colocated: int | None) -> list[Role]:

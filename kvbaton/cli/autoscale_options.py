@@ -1,0 +1,81 @@
+"""The flags of ``kvbaton up --autoscale`` and what they amount to.
+
+Knows nothing about what is done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvbaton.types import LocalError, Role
+
+if TYPE_CHECKING:
+    from kvbaton.plan.autoscale_demand import PoolPolicy
+    from kvbaton.plan.control import ScalingPolicy
+
+LEAST_MAXIMUM = 4  # of a pool, where no maximum was given
+
+
+@dataclass(frozen=True)
+class AutoscaleOptions:
+    policy: ScalingPolicy
+    interval_s: float = 5.0
+    band: tuple[float, float] | None = None  # computed prompt tokens for each output token that the plan is for
+
+
+_POSITIVE = click.FloatRange(0, min_open=True)
+_FLAGS = (
+    click.option("--autoscale", is_flag=True, help="Add and drain workers as queues, sequences and blocks ask for."),
+    click.option("--prefill-max", type=click.IntRange(1), help="At most so many prefill workers.  [default: 4]"),
+    click.option("--decode-max", type=click.IntRange(1), help="The same of those that decode.  [default: 4]"),
+    click.option("--scale-interval-s", type=_POSITIVE, default=5.0, show_default=True, help="Time between two looks."),
+    click.option("--scale-queue-delay-s", type=_POSITIVE, default=0.5, show_default=True,
+                 help="A prompt may wait so long for its first step."),
+    click.option("--scale-sequences", type=click.IntRange(1), default=32, show_default=True,
+                 help="Sequences a decode worker is to hold."),
+    click.option("--scale-shrink-after-s", type=_POSITIVE, default=300.0, show_default=True,
+                 help="Fewer workers must have been enough for so long before one drains."),
+    click.option("--scale-start-s", type=_POSITIVE, default=20.0, show_default=True, help="How long a start takes."),
+    click.option("--scale-band", type=(float, float), default=None, metavar="LOW HIGH",
+                 help="The plan's band of computed prompt tokens for each output token: says when traffic leaves it."),
+)  # fmt: skip
+
+
+def flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    for flag in reversed(_FLAGS):
+        command = flag(command)
+    return command
+
+
+def read(roles: list[Role], given: Mapping[str, Any]) -> AutoscaleOptions | None:
+    """The pools begin as large as they were asked for, which is not their minimum. None: nobody wants scaling."""
+    if not given["autoscale"]:
+        for name in ("prefill_max", "decode_max", "scale_band"):
+            if given[name] is not None:
+                raise LocalError(f"--{name.replace('_', '-')} is for --autoscale", field=name, fix="give both")
+        return None
+    from kvbaton.plan.autoscale_demand import PoolPolicy
+    from kvbaton.plan.control import ScalingPolicy
+
+    pools: dict[Role, PoolPolicy] = {}
+    for role in dict.fromkeys(roles):
+        name, begin = "prefill_max" if role == "prefill" else "decode_max", roles.count(role)
+        most = given[name] or max(LEAST_MAXIMUM, begin)
+        if most < begin:
+            raise LocalError(f"{most} is less than the {begin} to begin with", field=name)
+        pools[role] = PoolPolicy(
+            maximum=most,
+            max_queue_delay_s=given["scale_queue_delay_s"],
+            sequences_per_worker=given["scale_sequences"],
+        )
+    policy = ScalingPolicy(
+        pools,
+        shrink_after_s=given["scale_shrink_after_s"],
+        drain_pause_s=given["scale_shrink_after_s"] / 10,
+        start_s=given["scale_start_s"],
+    )
+    return AutoscaleOptions(policy, given["scale_interval_s"], given["scale_band"])
