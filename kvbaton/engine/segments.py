@@ -7,13 +7,14 @@ tokenized by itself, whatever stands around it:
     [1         ][a               ][2       ][b][1         ][c        ]
 
 so the tokens of segments seen lately are kept. Invariants: the tokens are always those of the library (a vocabulary for
-which that is not certain gets no cache); what is kept is bounded in characters, and the least recently used go first.
+which that is not certain gets no cache); what is kept is bounded in bytes, and the least recently used go first.
 Knows nothing about messages or templates.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from array import array
 from collections import OrderedDict
@@ -25,8 +26,8 @@ from kvbaton.engine.words import WordCache
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-MAX_CHARS = 16 * 1024 * 1024  # of all segments kept; their ids take about as many bytes
-ENTRY_CHARS = 64  # what a segment counts besides, so that there cannot be too many short ones
+MAX_BYTES = 32 * 1024 * 1024  # of all segments kept, text and ids
+ENTRY_BYTES = 128  # what the table takes for a segment besides
 # Each works on one segment only. Metaspace, for one, looks at what comes before.
 _LOCAL_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Split", "Punctuation"}
 _LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
@@ -40,7 +41,7 @@ class SegmentCache:
         library: Library,
         marker_ids: Mapping[str, int],
         words: WordCache | None = None,
-        max_chars: int = MAX_CHARS,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         def by_library(text: str, add_special_tokens: bool) -> list[int]:
             return library.encode(text, add_special_tokens=add_special_tokens).ids
@@ -49,10 +50,10 @@ class SegmentCache:
         self._marker_ids = dict(marker_ids)
         longest_first = sorted(self._marker_ids, key=len, reverse=True)
         self._markers = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
-        self._max_chars = max_chars
+        self._max_bytes = max_bytes
         self._kept: OrderedDict[str, array[int]] = OrderedDict()
         self._lock = threading.Lock()
-        self.num_chars = 0
+        self.num_bytes = 0
 
     @classmethod
     def of(cls, library: Library, definition: Mapping[str, Any], words: WordCache | None = None) -> SegmentCache | None:
@@ -85,15 +86,19 @@ class SegmentCache:
                 self._kept.move_to_end(piece)
                 return known
         found = array("I", self._encode(piece, False))
-        cost = len(piece) + ENTRY_CHARS
+        cost = held_bytes(piece, found)
         with self._lock:
-            if piece not in self._kept and cost <= self._max_chars // 8:
+            if piece not in self._kept and cost <= self._max_bytes // 8:
                 self._kept[piece] = found
-                self.num_chars += cost
-                while self.num_chars > self._max_chars:
-                    dropped, _ = self._kept.popitem(last=False)
-                    self.num_chars -= len(dropped) + ENTRY_CHARS
+                self.num_bytes += cost
+                while self.num_bytes > self._max_bytes:
+                    self.num_bytes -= held_bytes(*self._kept.popitem(last=False))
         return found
+
+
+def held_bytes(piece: str, ids: array[int]) -> int:
+    """A character takes 1 to 4 bytes as text, and up to as many ids of 4 bytes each as UTF-8 has bytes for it."""
+    return sys.getsizeof(piece) + sys.getsizeof(ids) + ENTRY_BYTES
 
 
 def _only(step: Mapping[str, Any] | None, many: str, allowed: set[str]) -> bool:

@@ -9,7 +9,6 @@ or engines.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,6 +17,7 @@ import msgspec
 
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.types import GenerateRequest, SamplingParams
+from kvbaton.workers.openai_body import Body, ContentPart, Message, decode
 from kvbaton.workers.openai_errors import ApiError, bad_request
 from kvbaton.workers.protocol import InternalRequest
 
@@ -40,87 +40,6 @@ class RequestLimits:
     max_chars_per_token: int = 32  # a longer prompt than context x this is refused without tokenizing it
 
 
-class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
-
-
-class Message(msgspec.Struct):
-    """Unknown fields are ignored: clients append an answer as they got it, with whatever its server put into it."""
-
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
-
-
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # OpenAI's padding against side channels; we never pad
-
-
-class Body(msgspec.Struct, forbid_unknown_fields=True):
-    """Every field we know by name. ``None`` is what OpenAI's clients send for "not given"."""
-
-    model: str | None = None
-    messages: list[Message] | None = None
-    prompt: str | list[int | str | list[int]] | None = None  # a list holds one kind only
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    logprobs: bool | int | None = None
-    top_logprobs: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    # Known to OpenAI and without effect on the answer here.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prediction: Any = None
-    # Accepted only with the value that changes nothing.
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    use_beam_search: Any = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    kv_transfer_params: Any = None
-    kvbaton: msgspec.Raw = msgspec.Raw()  # for routers; decoded only when the caller vouches for the sender
-
-
 @dataclass(frozen=True)
 class ApiRequest:
     """A parsed request. ``sampling.max_tokens`` means something only after ``resolve``."""
@@ -133,6 +52,7 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     max_tokens: int | None
+    max_tokens_field: str  # which of the two names the client used
     sampling: SamplingParams
     cache_salt: str
     priority: int
@@ -169,10 +89,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),
     "add_special_tokens": (True,),
 }
-_DECODER = msgspec.json.Decoder(Body)
 _INTERNAL_DECODER = msgspec.json.Decoder(InternalRequest)
-_PLACE = re.compile(r"(?: - at `\$\.?([^`]*)`)?$")  # where msgspec found what it tells
-_FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
+_MAX_TOKENS = 2**31
 
 
 def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bool = False) -> ApiRequest:
@@ -180,12 +98,12 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bo
 
     ``from_router``: the sender has the fleet's key, so its internal object is honoured; from others it is refused.
     """
-    body = _decode(raw)
+    body = decode(raw)
     internal = _internal(body, from_router)
     _refuse(endpoint, body)
     n = 1 if body.n is None else body.n
-    if n < 1:
-        raise bad_request(f"n must be at least 1, got {n}", "n")
+    if not 1 <= n <= limits.max_choices:
+        raise bad_request(f"n must be between 1 and {limits.max_choices}, got {_plain(n)}", "n")
     messages, prompts = (_messages(body, limits), ()) if endpoint == "chat" else ((), _prompts(body, limits))
     num_choices = n * max(1, len(prompts))
     if num_choices > limits.max_choices:
@@ -193,8 +111,8 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bo
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
         raise bad_request("stream_options is only allowed together with stream: true", "stream_options")
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    sampling = _sampling(endpoint, body, max_tokens, limits)
+    max_tokens = _asked_tokens(body)
+    sampling = _sampling(endpoint, body, limits)
     return ApiRequest(
         endpoint=endpoint,
         model=body.model,
@@ -204,10 +122,11 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bo
         stream=stream,
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         max_tokens=max_tokens,
+        max_tokens_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         sampling=sampling,
         cache_salt=body.cache_salt or "",
         user=body.user if isinstance(body.user, str) else "",
-        priority=body.priority or 0,
+        priority=int(_bounded("priority", body.priority, 0, -(2**31), 2**31 - 1)),
         internal=internal,
     )
 
@@ -287,11 +206,14 @@ def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_context: int) -
     if asked is None:
         asked = max(1, room) if request.endpoint == "chat" else max(1, min(16, room))
     if asked > room:
-        raise _too_long(
+        message = (
             f"this model's maximum context length is {max_context} tokens, but {num_prompt_tokens} prompt tokens "
-            f"plus {asked} to generate were asked for",
-            request,
+            f"plus {asked} to generate were asked for"
         )
+        if room < 1 or request.max_tokens is None:
+            raise _too_long(f"{message}; shorten the prompt", request)
+        field = request.max_tokens_field
+        raise bad_request(f"{message}; use at most {room} for {field}", field, "context_length_exceeded")
     if request.sampling.min_tokens > asked:
         raise bad_request(f"min_tokens {request.sampling.min_tokens} is more than max_tokens {asked}", "min_tokens")
     return asked
@@ -299,34 +221,6 @@ def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_context: int) -
 
 def _too_long(message: str, request: ApiRequest) -> ApiError:
     return bad_request(message, "messages" if request.endpoint == "chat" else "prompt", "context_length_exceeded")
-
-
-def _decode(raw: bytes) -> Body:
-    if not raw.strip():
-        raise bad_request("the body is empty; send a JSON object")
-    try:
-        return _DECODER.decode(raw)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except msgspec.DecodeError as error:
-        raise bad_request(f"the body is not valid JSON: {error}") from None
-    except (RecursionError, UnicodeDecodeError):
-        raise bad_request("the body is not valid JSON: nested too deep, or not UTF-8") from None
-
-
-def _invalid(text: str) -> ApiError:
-    """What msgspec found wrong, told by the field's whole path: messages[0].content[1].text."""
-    place = _PLACE.search(text)
-    assert place is not None  # it matches nothing, too
-    where = (place.group(1) or "").replace("[...]", "")
-    problem, field = text[: place.start()], _FIELD.search(text)
-    if field is None:
-        problem = problem[:1].lower() + problem[1:]
-        return bad_request(f"{where}: {problem}" if where else f"the body: {problem}", where or None)
-    param = f"{where}.{field.group(1)}" if where else field.group(1)
-    if "missing" in problem:
-        return bad_request(f"{param} is missing", param)
-    return bad_request(f"unrecognized field: {param}; leave it out", param, "unknown_parameter")
 
 
 def _internal(body: Body, from_router: bool) -> InternalRequest | None:
@@ -417,14 +311,25 @@ def _bounded(name: str, value: float | None, default: float, low: float, high: f
 
 
 def _plain(value: float) -> str:
-    """A number as people write it: no exponent where an integer does."""
+    """A number as people write it: no exponent where an integer does, and no page of digits."""
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**40 else "a number of more than 40 digits"
     return str(int(value)) if float(value).is_integer() and abs(value) < 2**63 + 1 else repr(value)
 
 
-def _sampling(endpoint: Endpoint, body: Body, max_tokens: int | None, limits: RequestLimits) -> SamplingParams:
-    if max_tokens is not None and max_tokens < 1:
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        raise bad_request(f"{name} must be at least 1, got {max_tokens}", name)
+def _asked_tokens(body: Body) -> int | None:
+    both = (body.max_tokens, body.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise bad_request("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
+    name, value = ("max_tokens", both[0]) if both[1] is None else ("max_completion_tokens", both[1])
+    if value is not None and value < 1:
+        raise bad_request(f"{name} must be at least 1, got {_plain(value)}", name)
+    if value is not None and value > _MAX_TOKENS:  # more than any context: never to be counted with
+        raise bad_request(f"{name} must be at most {_MAX_TOKENS}, got {_plain(value)}", name)
+    return value
+
+
+def _sampling(endpoint: Endpoint, body: Body, limits: RequestLimits) -> SamplingParams:
     if body.top_p is not None and body.top_p <= 0:
         raise bad_request(f"top_p must be above 0, got {_plain(body.top_p)}", "top_p")
     if body.repetition_penalty is not None and body.repetition_penalty <= 0:

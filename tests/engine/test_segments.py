@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Library
 
-from kvbaton.engine.segments import ENTRY_CHARS, SegmentCache
+from kvbaton.engine.segments import SegmentCache, held_bytes
 from kvbaton.engine.tokenizer import Tokenizer
 
 
@@ -53,13 +54,15 @@ def test_tokens_are_those_of_the_library(definition: dict[str, Any], seed: int) 
         assert cache.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 
-def test_the_cache_is_bounded(definition: dict[str, Any]) -> None:
+@pytest.mark.parametrize("text", ["segment", "🎉🦀🫠"])
+def test_the_cache_is_bounded_by_what_it_holds(definition: dict[str, Any], text: str) -> None:
     library = Library.from_str(json.dumps(definition))
-    cache = SegmentCache(library, {}, max_chars=2000)
+    cache = SegmentCache(library, {}, max_bytes=8000)
     for number in range(500):
-        cache.encode(f"segment {number}")
-        assert cache.num_chars <= 2000
-        assert cache.num_chars == sum(len(piece) + ENTRY_CHARS for piece in cache._kept)
+        cache.encode(f"{text} {number}")
+        held = sum(sys.getsizeof(piece) + sys.getsizeof(ids) for piece, ids in cache._kept.items())
+        assert 0 < held <= cache.num_bytes <= 8000
+        assert cache.num_bytes == sum(held_bytes(piece, ids) for piece, ids in cache._kept.items())
     cache.encode("large " * 1000)
     assert all(not piece.startswith("large") for piece in cache._kept)
 
@@ -84,5 +87,5 @@ def test_a_conversation_uses_it(tiny_model_dir: Path) -> None:
     assert tokenizer._segments is not None
     messages = [{"role": "user", "content": "hello"}]
     first = tokenizer.chat(messages)
-    before = tokenizer._segments.num_chars
-    assert tokenizer.chat(messages) == first and tokenizer._segments.num_chars == before > 0
+    before = tokenizer._segments.num_bytes
+    assert tokenizer.chat(messages) == first and tokenizer._segments.num_bytes == before > 0

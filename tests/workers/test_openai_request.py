@@ -192,6 +192,38 @@ def test_messages_say_what_to_do(endpoint: Endpoint, body: dict[str, Any], messa
     assert message in refusal(endpoint, body).message
 
 
+@pytest.mark.parametrize("sign", ["", "-"])
+@pytest.mark.parametrize("digits", [40, 400, 5000])
+@pytest.mark.parametrize("name", ["min_tokens", "top_k", "seed", "logprobs", "priority", "max_tokens", "n"])
+def test_a_number_beyond_all_bounds_is_refused_by_name(name: str, digits: int, sign: str) -> None:
+    error = refusal("completions", f'{{"prompt":"x","{name}":{sign}{"9" * digits}}}'.encode())
+    assert error.param == name and name in error.message and len(error.message) < 200
+
+
+@pytest.mark.parametrize("text", [r"\ud800", r"a\uD83Dx", r"\udc00", r"\\\ud800", r"\ud83d\ud83d\ude00"])
+@pytest.mark.parametrize("name", ["prompt", "cache_salt"])
+def test_half_a_character_is_called_that(name: str, text: str) -> None:
+    body = {"prompt": "x", name: "?"}
+    assert "surrogate" in refusal("completions", json.dumps(body).replace("?", text).encode()).message
+
+
+def test_whole_pairs_and_text_that_looks_like_one_are_fine() -> None:
+    assert parse("completions", rb'{"prompt":"\ud83d\ude00 \\ud800"}', LIMITS).prompts == ("\U0001f600 \\ud800",)
+    broken = refusal("completions", rb'{"prompt":"\ud83d\ude00 \\ud800"')
+    assert "surrogate" not in broken.message
+
+
+def test_two_names_for_one_bound_must_agree() -> None:
+    error = refusal("chat", {"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4})
+    assert error.param == "max_completion_tokens" and "max_tokens and max_completion_tokens" in error.message
+    assert chat(max_tokens=3, max_completion_tokens=3).max_tokens == 3
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user"}, 5, ["hello"], [[]]])
+def test_messages_of_another_kind_are_told_what_they_should_be(messages: Any) -> None:
+    assert "messages must be a list of objects with role and content" in refusal("chat", {"messages": messages}).message
+
+
 @pytest.mark.parametrize("raw", [b"", b" \n"])
 def test_an_empty_body_is_called_empty(raw: bytes) -> None:
     assert refusal("chat", raw).message == "the body is empty; send a JSON object"
@@ -283,6 +315,18 @@ class TestResolve:
             with pytest.raises(ApiError) as caught:
                 self.resolve(request, tokenizer)
             assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+    def test_what_is_too_long_is_named(self, tokenizer: Tokenizer) -> None:
+        for request, param, fix in (
+            (completions(prompt=[1] * 90, max_tokens=11), "max_tokens", "use at most 10"),
+            (chat(max_completion_tokens=100), "max_completion_tokens", "use at most"),
+            (completions(prompt=[1] * 100, max_tokens=1), "prompt", "shorten the prompt"),
+            (completions(prompt=[1] * 101), "prompt", "shorten the prompt"),
+        ):
+            with pytest.raises(ApiError) as caught:
+                self.resolve(request, tokenizer)
+            assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+            assert fix in caught.value.message
 
     @pytest.mark.parametrize("prompt", [[-1], [99999999], "", [""]])
     def test_what_is_not_a_prompt_for_this_model(self, tokenizer: Tokenizer, prompt: Any) -> None:
