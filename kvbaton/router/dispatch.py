@@ -470,18 +470,17 @@ class Dispatcher:
                     flight.first_byte_s = at_s
                     waited_s = at_s - flight.received_s - flight.queued_s
                     self._registry.measured.first_token(flight.decisions, waited_s, at_s)
-                    with patience.passing_on():
-                        await exchange.start(200, [*SSE_HEADERS, *headers])
                 else:
                     observe_gap(at_s - flight.last_part_s)
                 flight.last_part_s = at_s
-                if part.endswith(DONE):
+                if ended := part.endswith(DONE):
                     flight.lifecycle.on(Event.COMPLETE)
-                    with patience.passing_on():
-                        await exchange.end(part)
-                    return None
                 with patience.passing_on():
-                    await exchange.write(part)
+                    if not exchange.started:
+                        await exchange.start(200, [*SSE_HEADERS, *headers])
+                    await (exchange.end(part) if ended else exchange.write(part))
+                if ended:
+                    return None
             if error is not None:
                 return error
         raise aiohttp.ClientPayloadError("the stream ended without its end mark")
