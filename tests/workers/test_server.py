@@ -169,7 +169,7 @@ async def test_errors_come_as_the_official_clients_exceptions(real_url: str) -> 
     async with openai.AsyncOpenAI(base_url=f"{real_url}/v1", api_key="any", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(model="tiny-llama", prompt=[1] * 500, max_tokens=100)
-        assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
+        assert caught.value.code == "context_length_exceeded" and caught.value.param == "max_tokens"
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="another", prompt="x")
 
