@@ -176,7 +176,14 @@ WORKER_METRICS: tuple[Metric, ...] = (
         ("role",),
         stat="transfer_bytes_received",
     ),
-    Metric("kvbaton_worker_transfers_total", "counter", "worker", "Hand-offs completed, counted on both sides.", ("role",), stat="num_transfers"),
+    Metric(
+        "kvbaton_worker_transfers_total",
+        "counter",
+        "worker",
+        "Hand-offs completed, counted on both sides.",
+        ("role",),
+        stat="num_transfers",
+    ),
     Metric(
         "kvbaton_worker_transfer_failures_total",
         "counter",
