@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from cli.up_process import START_S, Up, up
 
 from kvbaton.cli import autoscale_options
@@ -35,6 +36,7 @@ async def clients(fleet: Up, number: int, prompt: str, max_tokens: int, stop: as
     return ends
 
 
+@pytest.mark.slow  # its shape in time is the machine's: a minute of traffic that a busy one stretches
 async def test_long_documents_after_chat_add_a_prefill_worker_and_drain_a_decode_one(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
