@@ -12,7 +12,7 @@ from router.processes import ProcessFleet
 from ui.live import SIZES, browser, new_fleet, problems, state_of, traffic, wait_until
 
 needs_chromium = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow]  # a fleet of processes and a browser: two minutes
 
 DRAWN = "document.querySelectorAll('.plot .main-svg').length && Number(document.body.dataset.frame) > 3"
 CHARTS = """[...document.querySelectorAll('figure')].map(figure => {
