@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvbaton.deploy.spec import DeploySpec, Pool, PoolName, Resources
+from kvbaton.router.discovery import ROLE_LABEL
 
 Manifest = dict[str, Any]
 
 WORKER_PORT, KV_PORT, ROUTER_PORT = 8101, 8102, 8000
-ROLE_LABEL = "kvbaton.dev/role"
 ROLES: dict[PoolName, str] = {"prefill": "prefill", "decode": "decode", "colocated": "both"}
 _GRACE_EXTRA_S = 30  # after the drain: for the process to close and the kubelet to notice
 _UID = 10001

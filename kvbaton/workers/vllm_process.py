@@ -13,10 +13,9 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.engine.weights import default_model_dir
 from kvbaton.types import LocalError
+from kvbaton.workers.process import DEFAULT_KV_MIB
 from kvbaton.workers.vllm import VllmOptions, VllmWorker
 from kvbaton.workers.vllm_server import ServerSpec, VllmServer, free_port, key_for_servers, split_arguments
-
-DEFAULT_KV_MIB = 1024
 
 
 def make_vllm_worker(model: ModelSettings, settings: WorkerSettings, key: str) -> VllmWorker:
