@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvbaton.engine.model_config import ModelConfig
-from kvbaton.engine.weights import default_model_dir, expected_tensors, write_safetensors
+from kvbaton.drill.tiny_model import write_random_weights
+from kvbaton.engine.weights import default_model_dir
 
 NUM_BYTES = 256
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -75,22 +74,7 @@ def write_tiny_tokenizer(path: Path) -> None:
 
 
 def write_tiny_model(path: Path, family: str, seed: int, changes: dict[str, Any]) -> None:
-    raw = {**TINY_CONFIG, **FAMILIES[family], **changes}
-    (path / "config.json").write_text(json.dumps(raw))
-    shapes = expected_tensors(ModelConfig.from_dict(raw))
-    rng = np.random.default_rng(seed)
-
-    def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        # Norms near one, matrices so that activations keep their size: logits then differ enough to compare.
-        spread = 0.1 if len(shape) == 1 else 1.5 / shape[1] ** 0.5
-        centre = 1.0 if name.endswith("norm.weight") else 0.0
-        return (rng.standard_normal(shape) * spread + centre).astype(np.float32)
-
-    write_safetensors(
-        path / "model.safetensors",
-        {name: ("F32", shape) for name, shape in shapes.items()},
-        (values(name, shape) for name, shape in shapes.items()),
-    )
+    write_random_weights(path, {**TINY_CONFIG, **FAMILIES[family], **changes}, seed)
     write_tiny_tokenizer(path)
 
 

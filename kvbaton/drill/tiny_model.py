@@ -39,8 +39,15 @@ CONFIG: dict[str, Any] = {
 def write_tiny_model(path: Path, seed: int = 0) -> Path:
     """A Hugging Face directory at ``path``."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    shapes = expected_tensors(ModelConfig.from_dict(CONFIG))
+    write_random_weights(path, CONFIG, seed)
+    _write_tokenizer(path)
+    return path
+
+
+def write_random_weights(path: Path, config: dict[str, Any], seed: int) -> None:
+    """``config.json`` and weights for it in the directory ``path``; the same seed gives the same bytes."""
+    (path / "config.json").write_text(json.dumps(config))
+    shapes = expected_tensors(ModelConfig.from_dict(config))
     rng = np.random.default_rng(seed)
 
     def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -53,8 +60,6 @@ def write_tiny_model(path: Path, seed: int = 0) -> Path:
         {name: ("F32", shape) for name, shape in shapes.items()},
         (values(name, shape) for name, shape in shapes.items()),
     )
-    _write_tokenizer(path)
-    return path
 
 
 def _write_tokenizer(path: Path) -> None:
