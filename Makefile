@@ -8,6 +8,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 PREFILL ?= 1
 DECODE ?= 1
 ARGS ?=
+# Processes that `make test` spreads the tests over.
+TEST_PROCESSES ?= 2
 
 # Installing says only errors, and a line before each step that takes long.
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-input
@@ -33,7 +35,7 @@ venv: $(VENV)/.created ## an empty environment, to put a torch of your choice in
 install: $(VENV)/.installed ## the virtual environment that `serve` uses
 
 test: $(VENV)/.tested ## the default tests (`make test ARGS=tests/kv` for some)
-	@$(VENV)/bin/python -m pytest -q $(ARGS)
+	@$(VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --durations 10 $(ARGS)
 
 test-slow: $(VENV)/.tested ## soak, 10,000-step state machines, full equality
 	@$(VENV)/bin/python -m pytest -q -m slow --timeout 3600 $(ARGS)
