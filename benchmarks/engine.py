@@ -3,9 +3,10 @@
     make bench-engine                      installs the peers and runs everything (about 20 minutes)
     python -m benchmarks.engine --help
 
-Every engine lives in a process of its own pinned to the same CPU, loaded once; a round measures every workload on
-every engine, one after the other, so that the engines' measurements interleave. The hardware's limits are measured in
-the same run: reading the weights once a step bounds decode, the products of the linear layers alone bound prefill.
+Every engine lives in a process of its own pinned to the same CPU, loaded once. A turn measures a workload on every
+engine, one after the other, every other time in the opposite order; a round has some turns of each workload. The
+hardware's limits are measured in the same run: reading the weights once a step bounds decode, the products of the
+linear layers alone bound prefill.
 """
 
 from __future__ import annotations
@@ -97,9 +98,11 @@ class Race:
         return {c.name: p.call(request)["token_ids"] for c, p in self.running.items()}
 
     def measure(self, number: int, workload: Workload) -> None:
+        """One turn of each engine in ``workload``; ``number`` counts turns over all rounds."""
         prompts = self._windows.take(workload.num_prompts, workload.prompt_tokens)
         request = {"command": "generate", "prompts": prompts, "max_tokens": workload.max_tokens}
-        for contender, process in list(self.running.items()):
+        order = list(self.running.items())
+        for contender, process in order if number % 2 else reversed(order):
             for _ in range(TRIES):
                 with exclusive(self._lock):
                     reply = process.call(request)
@@ -107,7 +110,7 @@ class Race:
                 if busy >= BUSY_ENOUGH:
                     break
             value = workload.value(reply)
-            what = f"round {number}  {workload.name:16s} {contender.name:22s}"
+            what = f"turn {number}  {workload.name:16s} {contender.name:22s}"
             note(f"{what} {value:9.1f} {workload.unit:6s} busy {busy:.2f}")
             self.samples.append(
                 Sample(number, contender.engine, contender.precision, workload.name, value, round(busy, 4))
@@ -157,7 +160,7 @@ def machine() -> dict[str, Any]:
 @click.option("--engines", default=",".join(ENGINES), show_default=True, help="Comma-separated.")
 @click.option("--precisions", default=",".join(PRECISIONS), show_default=True, help="Comma-separated.")
 @click.option("--workloads", default=",".join(w.name for w in WORKLOADS), show_default=True, help="Comma-separated.")
-@click.option("--rounds", default=5, show_default=True, help="How often everything is measured.")
+@click.option("--rounds", default=3, show_default=True, help="How often everything is measured.")
 @click.option("--cpu", default=(os.cpu_count() or 1) - 1, show_default=True, help="The one CPU that every engine uses.")
 @click.option("--lock", type=click.Path(path_type=Path), help="A file to lock while something is timed.")
 @click.option("--realtime", is_flag=True, help="Engines before all else on their CPU (root, busy machines).")
@@ -199,7 +202,8 @@ def main(
             with exclusive(lock):
                 probes.append(limits.call({"command": "probe"})["values"])
             for workload in chosen:
-                race.measure(number, workload)
+                for turn in range(workload.turns):
+                    race.measure((number - 1) * workload.turns + turn + 1, workload)
     probe = best_of(probes)
     rows = summarise(race.samples, bounds(probe, num_elements))
     report = {

@@ -1,8 +1,8 @@
-"""The two comparisons that are kept: where splitting two workers wins, and where it loses. Six minutes each at most.
+"""The two comparisons that are kept: where splitting two workers wins, and where it loses. Nine minutes each at most.
 
     python -m benchmarks.reports profile    a worker like those compared, for the simulator's word    (2 min)
-    python -m benchmarks.reports long       long prompts arrive into open streams: the split wins     (6 min)
-    python -m benchmarks.reports short      short prompts, long answers: one decode worker is too few (6 min)
+    python -m benchmarks.reports long       long prompts arrive into open streams: the split wins     (9 min)
+    python -m benchmarks.reports short      short prompts, long answers: one decode worker is too few (9 min)
     python -m benchmarks.reports long --small       a minute, to see that it works; proves nothing
 
 Two cores, one for each worker; nothing else should run, and the comparison says so itself if something does. Reports go
@@ -34,7 +34,7 @@ COMPARISONS: dict[str, dict[str, Any]] = {
         "report": "long-prompts",
         "load": [
             *("--title", "Long prompts into open streams: 2 colocated against 1 prefill + 1 decode"),
-            *("--rate", "1.2", "--input", "mix:32@1,1500@1", "--output", "64"),
+            *("--rate", "1.2", "--rates", "0.6", "--input", "mix:32@1,1500@1", "--output", "64"),
             *("--ttft-slo", "15000", "--tpot-slo", "50"),
             *("--tune", "--chunk-tokens 256", "--tune", "--chunk-tokens 128"),
         ],
@@ -48,7 +48,7 @@ COMPARISONS: dict[str, dict[str, Any]] = {
         "report": "short-prompts",
         "load": [
             *("--title", "Short prompts and long answers: 2 colocated against 1 prefill + 1 decode"),
-            *("--rate", "6", "--input", "uniform:16:40", "--output", "128"),
+            *("--rate", "6", "--rates", "3", "--input", "uniform:16:40", "--output", "128"),
             *("--ttft-slo", "1000", "--tpot-slo", "75"),
         ],
         "duration": 45,
@@ -72,9 +72,9 @@ def compare(name: str, small: bool, profile: Path) -> int:
 
 
 def profile_worker(path: Path) -> int:
-    """One worker on one core, as each of those compared is."""
+    """One worker on one core beside another on the other, as those compared are."""
     fleet = subprocess.Popen(
-        [*KVBATON, "up", "--json", "--colocated", "1", "--threads", "1", "--port", "0"],
+        [*KVBATON, "up", "--json", "--colocated", "2", "--threads", "1", "--port", "0"],
         stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert fleet.stdout is not None
@@ -83,9 +83,12 @@ def profile_worker(path: Path) -> int:
         if not line:
             return 2
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [*KVBATON, "profile", json.loads(line)["url"], "--with-link", "--out", str(path)]
-        command += ["--prefill-tokens", "32,64,128,256,512,1024", "--cached-tokens", "0,256", "--contexts", "64,384"]
-        return subprocess.run([*command, "--batches", "1,2,4,8,16,32", "--max-repeats", "6"], check=False).returncode
+        ready = json.loads(line)
+        worker = next(each["url"] for each in ready["processes"] if each["role"] == "both")
+        command = [*KVBATON, "profile", worker, "--fleet", ready["url"], "--workers", "2", "--realtime", "--with-link"]
+        command += ["--prefill-tokens", "16,32,64,128,256,512", "--cached-tokens", "0,256", "--contexts", "64,384"]
+        command += ["--batches", "1,2,4,8,16,32", "--max-repeats", "6", "--budget", "60", "--out", str(path)]
+        return subprocess.run(command, check=False).returncode
     finally:
         fleet.terminate()
         try:
