@@ -66,6 +66,7 @@ class WorkerSettings:
     max_body_bytes: int = 16 * 1024 * 1024
     engine: EngineName = "embedded"  # what computes: the engine in this package, or a vLLM server
     engine_url: str = ""  # of a server that runs already; empty: one is started
+    engine_events: str = ""  # where that server publishes KV events, and after a comma replays them; empty: unknown
     engine_python: str = ""  # of the environment that has the engine; empty: ours
     engine_args: str = ""  # more flags for it, as on a command line
     engine_log: str = ""  # file for what it prints; empty: one in the temporary directory

@@ -27,6 +27,7 @@ from kvbaton.bench.runner import origin_of
 from kvbaton.types import LocalError, RemoteError
 
 START_DEADLINE_S = 180.0
+ENGINE_START_DEADLINE_S = 900.0  # of servers that are started behind our workers: they compile, or load for minutes
 STOP_DEADLINE_S = 30.0
 # Flags that say which arm it is; everything else must be equal in both.
 ARM_FLAGS = frozenset(("--prefill", "--decode", "--colocated", "--transport", "--port"))
@@ -105,11 +106,12 @@ async def running(arm: Arm, log_path: Path) -> AsyncIterator[Running]:
 async def _address(process: asyncio.subprocess.Process, arm: Arm, log_path: Path) -> Running:
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(START_DEADLINE_S):
+        deadline_s = ENGINE_START_DEADLINE_S if "vllm" in arm.up else START_DEADLINE_S
+        async with asyncio.timeout(deadline_s):
             line = await process.stdout.readline()
     except TimeoutError:
         raise RemoteError(
-            f"{arm.describe} was not ready within {START_DEADLINE_S:g} s", field="arm", fix=f"see {log_path}"
+            f"{arm.describe} was not ready within {deadline_s:g} s", field="arm", fix=f"see {log_path}"
         ) from None
     if not line:
         raise RemoteError(f"{arm.describe} ended before it was ready", field="arm", fix=f"see {log_path}")

@@ -115,6 +115,7 @@ SERVER_FLAGS: tuple[_Flag, ...] = (
 )
 ENGINE_URL_FLAG: tuple[_Flag, ...] = (
     (("--engine-url",), "worker", "engine_url", str, "A vLLM server that runs already.  [default: start one]"),
+    (("--engine-events",), "worker", "engine_events", str, "Its KV events: tcp://HOST:PORT,tcp://HOST:REPLAY-PORT."),
 )
 DISCOVERY_FLAGS: tuple[_Flag, ...] = (
     (("--discover",), "router", "discover", str, "kubernetes:SELECTOR: workers are the pods with these labels."),

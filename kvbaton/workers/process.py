@@ -110,7 +110,7 @@ async def run_worker(
         app = WorkerServer(
             worker,
             ServerOptions(
-                block_size=model.block_size,
+                block_size=model.block_size if settings.engine == "embedded" else worker.block_size,
                 eos_token_ids=worker.eos_token_ids,
                 model_name=model.name or worker.model_id,
                 internal_key=key,

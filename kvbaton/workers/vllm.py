@@ -23,6 +23,7 @@ from typing import Annotated, Any, TypeVar
 import aiohttp
 import msgspec
 
+from kvbaton.clock import MonotonicClock
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import fingerprint_of
@@ -36,6 +37,8 @@ from kvbaton.types import (
 )
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
+from kvbaton.workers.vllm_kv_events import EngineBlocks
+from kvbaton.workers.vllm_kv_follow import EventEndpoints, KVEventFollower
 from kvbaton.workers.vllm_metrics import EngineFigures, read_figures
 from kvbaton.workers.vllm_server import VllmServer
 from kvbaton.workers.vllm_stream import (
@@ -52,9 +55,11 @@ from kvbaton.workers.vllm_stream import (
 
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
+_USUAL_BLOCK_SIZE = 128  # of vLLM on a CPU, until the server says its own
 _START_S = 900.0  # compiling a large model takes minutes
 _SCRAPE_S = 0.25
 _SCRAPE_TIMEOUT_S = 5.0
+_TIME_OF_DAY_S = 1e9  # 2001; no process's clock, which starts with its machine, is that far
 _LEASE_MARGIN_S = 2.0  # the decode server must have asked for the KV before its lease ends
 # Without figures for so long nobody knows whether a prefill would be spent in vain.
 _FIGURES_MAX_AGE_S = 5.0
@@ -80,6 +85,7 @@ class VllmOptions:
     max_running: int = 64
     max_waiting: int = 256
     peer_host: str = ""  # where decode workers reach the server; empty: the host in ``url``
+    events: EventEndpoints | None = None  # where it publishes what its prefix cache holds
 
 
 class _Lease(msgspec.Struct):
@@ -87,6 +93,11 @@ class _Lease(msgspec.Struct):
 
     remote_blocks_expiry_time: float | None = None
     remote_prefill_cached_tokens: int | None = None
+
+    def over(self, now_s: float) -> bool:
+        """Versions give the time of day, nothing, or a clock of the server's process that means nothing elsewhere."""
+        expiry_s = self.remote_blocks_expiry_time
+        return expiry_s is not None and expiry_s > _TIME_OF_DAY_S and now_s > expiry_s - _LEASE_MARGIN_S
 
 
 class _Card(msgspec.Struct):
@@ -110,6 +121,7 @@ class VllmWorker:
     """``await start()`` waits until the server answers. Implements ``protocol.Worker``."""
 
     kv_events: KVEventLog | None = None
+    follower: KVEventFollower | None = None
 
     def __init__(
         self, options: VllmOptions, config: ModelConfig, tokenizer: Tokenizer, server: VllmServer | None = None
@@ -123,7 +135,7 @@ class VllmWorker:
         self.config = config
         self.max_context = config.max_context
         self.version = ""
-        self.fingerprint = fingerprint_of(self._layout(128), config.revision, config.rope_text)
+        self.fingerprint = fingerprint_of(self._layout(_USUAL_BLOCK_SIZE), config.revision, config.rope_text)
         self.kv_port = int(options.url.rpartition(":")[2])
         self.figures = EngineFigures()
         self._figures_at_s = time.monotonic()
@@ -132,7 +144,12 @@ class VllmWorker:
         self._num_done = 0
         self._num_failed = 0
         self._session: aiohttp.ClientSession | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one of the server's blocks."""
+        return self.figures.block_size or _USUAL_BLOCK_SIZE
 
     def _layout(self, block_size: int) -> KVLayout:
         config, dtype = self.config, self.options.dtype
@@ -156,9 +173,21 @@ class VllmWorker:
         self.max_context = min(self.max_context, lengths[self.options.model_name])
         self.version = (await self._get_json("/version", _Version)).version
         await self._scrape()
-        layout = self._layout(self.figures.block_size or 128)
+        layout = self._layout(self.block_size)
         self.fingerprint = fingerprint_of(layout, f"{self.config.revision}/vllm-{self.version}", self.config.rope_text)
-        self._watching = asyncio.create_task(self._watch())
+        self._tasks.append(asyncio.create_task(self._watch()))
+        if self.options.events is not None:
+            self._follow_events(self.options.events)
+
+    def _follow_events(self, endpoints: EventEndpoints) -> None:
+        blocks = EngineBlocks(self.block_size)
+
+        async def snapshot() -> tuple[int, list[bytes]]:
+            return events.next_sequence, blocks.held()
+
+        self.kv_events = events = KVEventLog(self.incarnation, self.block_size, snapshot, MonotonicClock())
+        self.follower = KVEventFollower(endpoints, blocks, events)
+        self._tasks.append(asyncio.create_task(self.follower.run()))
 
     async def _get_json(self, path: str, kind: type[_Answer]) -> _Answer:
         try:
@@ -221,9 +250,9 @@ class VllmWorker:
         return True
 
     async def stop(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
         if self._server is not None:
@@ -317,8 +346,7 @@ class VllmWorker:
             raise
         if lease.remote_prefill_cached_tokens is None and answer.usage is not None:
             lease.remote_prefill_cached_tokens = answer.usage.num_cached
-        expiry_s = lease.remote_blocks_expiry_time  # wall-clock time of the peer's machine
-        if expiry_s is not None and time.time() > expiry_s - _LEASE_MARGIN_S:
+        if lease.over(time.time()):
             self._num_failed += 1
             raise RemoteError("the prefilled KV's lease ended before decode could start")
         return answer.kv_transfer_params, lease
@@ -355,8 +383,8 @@ class VllmWorker:
             yield Finished(num_cached_tokens=usage.num_cached)
             return
         # What the decode server calls cached came over the wire, unless its own cache had it: the engine's word for it.
-        num_blocks = -(-usage.num_cached // max(1, self.figures.block_size))
-        yield Finished(transfer_bytes=num_blocks * self._layout(max(1, self.figures.block_size)).block_bytes)
+        num_blocks = -(-usage.num_cached // self.block_size)
+        yield Finished(transfer_bytes=num_blocks * self._layout(self.block_size).block_bytes)
 
     def _refused(self, status: int, raw: bytes) -> Exception:
         message = message_of(raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import tempfile
@@ -15,7 +16,10 @@ from kvbaton.engine.weights import default_model_dir
 from kvbaton.types import LocalError
 from kvbaton.workers.process import DEFAULT_KV_MIB
 from kvbaton.workers.vllm import VllmOptions, VllmWorker
+from kvbaton.workers.vllm_kv_follow import can_follow, parse_endpoints
 from kvbaton.workers.vllm_server import ServerSpec, VllmServer, free_port, key_for_servers, split_arguments
+
+log = logging.getLogger(__name__)
 
 
 def make_vllm_worker(model: ModelSettings, settings: WorkerSettings, key: str) -> VllmWorker:
@@ -28,13 +32,17 @@ def make_vllm_worker(model: ModelSettings, settings: WorkerSettings, key: str) -
     config = ModelConfig.from_dir(model_dir)
     name = model.name or model_dir.name
     max_context = min(model.max_context or config.max_context, config.max_context)
-    server = None
+    server, events = None, None
     url, api_key = settings.engine_url.rstrip("/"), os.environ.get("VLLM_API_KEY", "") or key_for_servers(key)
     if not url:
         server = VllmServer(_spec(model, settings, model_dir, name, max_context, api_key))
-        url = server.url
+        url, events = server.url, server.spec.endpoints
     elif urlsplit(url).scheme != "http" or not urlsplit(url).port:
         raise LocalError(f"{url!r} is not http://host:port", field="engine_url")
+    elif settings.engine_events:
+        events = parse_endpoints(settings.engine_events)
+        if not can_follow():
+            raise LocalError("following KV events needs pyzmq", field="engine_events", fix="pip install kvbaton[vllm]")
     options = VllmOptions(
         url=url,
         role=settings.role,
@@ -43,6 +51,7 @@ def make_vllm_worker(model: ModelSettings, settings: WorkerSettings, key: str) -
         dtype=model.dtype,
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
+        events=events,
     )
     return VllmWorker(options, config, Tokenizer.load(model_dir), server)
 
@@ -51,6 +60,7 @@ def _spec(
     model: ModelSettings, settings: WorkerSettings, model_dir: Path, name: str, max_context: int, api_key: str
 ) -> ServerSpec:
     host = settings.kv_host or settings.host
+    arguments = split_arguments(shlex.split(settings.engine_args))
     log_path = settings.engine_log or os.path.join(tempfile.gettempdir(), f"kvbaton-vllm-{os.getpid()}.log")
     return ServerSpec(
         python=settings.engine_python,
@@ -66,5 +76,15 @@ def _spec(
         cores=settings.cores,
         api_key=api_key,
         log_path=Path(log_path),
-        arguments=split_arguments(shlex.split(settings.engine_args)),
+        arguments=arguments,
+        events_dir=_events_dir(arguments),
     )
+
+
+def _events_dir(arguments: tuple[str, ...]) -> Path | None:
+    """None where events cannot be followed. Several engines in one server would need a port for each."""
+    several = any(word.startswith(("--data-parallel-size", "-dp")) for word in arguments)
+    if several or not can_follow():
+        log.info("KV events are not followed: %s", "several engines in one server" if several else "no pyzmq")
+        return None
+    return Path(tempfile.mkdtemp(prefix="kvbaton-vllm-"))

@@ -24,6 +24,7 @@ from pathlib import Path
 import aiohttp
 
 from kvbaton.types import LocalError, RemoteError, Role
+from kvbaton.workers.vllm_kv_follow import EventEndpoints
 
 log = logging.getLogger(__name__)
 _KV_ROLES: dict[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
@@ -50,11 +51,13 @@ class ServerSpec:
     api_key: str
     log_path: Path
     arguments: tuple[str, ...] = ()  # more flags of vLLM's, as they are
+    events_dir: Path | None = None  # a private directory for the sockets of its KV events; None: it publishes none
 
     def command(self) -> list[str]:
         transfer = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[self.role]}
         if not _has_cuda():
             transfer["kv_buffer_device"] = "cpu"
+        events = [] if self.endpoints is None else ["--kv-events-config", json.dumps(self._events(self.endpoints))]
         return [
             self.python or sys.executable,
             *("-m", "vllm.entrypoints.openai.api_server"),
@@ -63,8 +66,25 @@ class ServerSpec:
             *("--host", self.host, "--port", str(self.port)),
             *("--kv-transfer-config", json.dumps(transfer)),
             "--enable-prompt-tokens-details",  # without it nobody says how much of a prompt was cached
+            *events,
             *self.arguments,
         ]
+
+    @property
+    def endpoints(self) -> EventEndpoints | None:
+        """Sockets in the file system: nothing of what is cached can be read over the network."""
+        if self.events_dir is None:
+            return None
+        return EventEndpoints(f"ipc://{self.events_dir}/live", f"ipc://{self.events_dir}/replay")
+
+    @staticmethod
+    def _events(endpoints: EventEndpoints) -> dict[str, object]:
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": endpoints.live,
+            "replay_endpoint": endpoints.replay,
+        }
 
     def environ(self) -> dict[str, str]:
         extra = {
@@ -174,6 +194,8 @@ class VllmServer:
                     await process.wait()
         if process.returncode is None:
             raise RemoteError("vLLM does not end")
+        if self.spec.events_dir is not None:
+            shutil.rmtree(self.spec.events_dir, ignore_errors=True)
 
 
 def _die_with_parent() -> None:
@@ -186,7 +208,10 @@ def _has_cuda() -> bool:
 
 def split_arguments(given: Sequence[str]) -> tuple[str, ...]:
     """Flags of vLLM's. Those that are ours to set are refused by name."""
-    ours = ("--model", "--served-model-name", "--dtype", "--max-model-len", "--host", "--port", "--kv-transfer-config")
+    ours = (
+        *("--model", "--served-model-name", "--dtype", "--max-model-len", "--host", "--port"),
+        *("--kv-transfer-config", "--kv-events-config"),
+    )
     for word in given:
         if word.split("=")[0] in ours:
             raise LocalError(f"{word} is set by kvbaton", field="engine_args", fix="leave it out")
