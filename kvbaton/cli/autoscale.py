@@ -18,9 +18,10 @@ import aiohttp
 from kvbaton.cli.autoscale_options import AutoscaleOptions
 from kvbaton.cli.fleet_control import FleetControl
 from kvbaton.cli.supervisor import Supervisor, Tell
+from kvbaton.observe.ratio import Totals
 from kvbaton.plan.advise import Scrape, parse_metrics
 from kvbaton.plan.autoscale_demand import PoolSeen
-from kvbaton.plan.autoscale_drift import DriftState, Totals, watch
+from kvbaton.plan.autoscale_drift import DriftState, watch
 from kvbaton.plan.autoscale_seen import PoolCounts, Watched, WorkerCounts, look, mean_wait_s
 from kvbaton.plan.control import ScalingDecision, ScalingState, decide
 from kvbaton.router.control import Command
@@ -142,9 +143,10 @@ class Autoscaler:
             for _ in range(each.add):
                 self._starting[role] += 1
                 commands.append(Command("add", role=role))
-            if each.drain and (name := self._idlest(role)) is not None:
-                self._leaving[name] = role
-                commands.append(Command("drain", name, role, DRAIN_S))
+            for _ in range(each.drain):
+                if (name := self._idlest(role)) is not None:
+                    self._leaving[name] = role
+                    commands.append(Command("drain", name, role, DRAIN_S))
         return commands
 
     def _idlest(self, role: Role) -> str | None:

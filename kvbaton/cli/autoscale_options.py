@@ -14,6 +14,7 @@ import click
 from kvbaton.types import LocalError, Role
 
 if TYPE_CHECKING:
+    from kvbaton.observe.ratio import Band
     from kvbaton.plan.autoscale_demand import PoolPolicy
     from kvbaton.plan.control import ScalingPolicy
 
@@ -24,7 +25,7 @@ LEAST_MAXIMUM = 4  # of a pool, where no maximum was given
 class AutoscaleOptions:
     policy: ScalingPolicy
     interval_s: float = 5.0
-    band: tuple[float, float] | None = None  # computed prompt tokens for each output token that the plan is for
+    band: Band | None = None  # that the plan was made for: says when traffic leaves it
 
 
 _POSITIVE = click.FloatRange(0, min_open=True)
@@ -40,8 +41,6 @@ _FLAGS = (
     click.option("--scale-shrink-after-s", type=_POSITIVE, default=300.0, show_default=True,
                  help="Fewer workers must have been enough for so long before one drains."),
     click.option("--scale-start-s", type=_POSITIVE, default=20.0, show_default=True, help="How long a start takes."),
-    click.option("--scale-band", type=(float, float), default=None, metavar="LOW HIGH",
-                 help="The plan's band of computed prompt tokens for each output token: says when traffic leaves it."),
 )  # fmt: skip
 
 
@@ -51,13 +50,14 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def read(roles: list[Role], given: Mapping[str, Any]) -> AutoscaleOptions | None:
+def read(roles: list[Role], given: Mapping[str, Any], plan_band: str = "") -> AutoscaleOptions | None:
     """The pools begin as large as they were asked for, which is not their minimum. None: nobody wants scaling."""
     if not given["autoscale"]:
-        for name in ("prefill_max", "decode_max", "scale_band"):
+        for name in ("prefill_max", "decode_max"):
             if given[name] is not None:
                 raise LocalError(f"--{name.replace('_', '-')} is for --autoscale", field=name, fix="give both")
         return None
+    from kvbaton.observe.ratio import read_band
     from kvbaton.plan.autoscale_demand import PoolPolicy
     from kvbaton.plan.control import ScalingPolicy
 
@@ -78,4 +78,4 @@ def read(roles: list[Role], given: Mapping[str, Any]) -> AutoscaleOptions | None
         drain_pause_s=given["scale_shrink_after_s"] / 10,
         start_s=given["scale_start_s"],
     )
-    return AutoscaleOptions(policy, given["scale_interval_s"], given["scale_band"])
+    return AutoscaleOptions(policy, given["scale_interval_s"], read_band(plan_band))

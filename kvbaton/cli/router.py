@@ -52,9 +52,9 @@ def router_command(
     from kvbaton.engine.tokenizer import Tokenizer
     from kvbaton.engine.weights import default_model_dir
     from kvbaton.observe.log import configure
+    from kvbaton.observe.ratio import read_band
     from kvbaton.router.gateway import Served
     from kvbaton.router.process import run_router
-    from kvbaton.ui.band import read_band
     from kvbaton.ui.page import open_page
     from kvbaton.ui.state import Aims
 

@@ -62,8 +62,8 @@ def up_command(
     everything goes; Ctrl-C again ends at once.
     """
     roles = fleet_roles(prefill, decode, colocated)
-    scale = autoscale_options.read(roles, given)
     fleet = options.read_settings(given["config"], settings)
+    scale = autoscale_options.read(roles, given, fleet.router.plan_band)
     preflight.check_address(fleet.router.host, fleet.router.port)
     progress = Progress()
     fleet = complete(fleet, roles, progress)

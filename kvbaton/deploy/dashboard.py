@@ -133,7 +133,7 @@ def _decisions(gates: Gates) -> tuple[Panel, ...]:
         Panel(
             "Computed prompt tokens per output token",
             "short",
-            {"ratio": prompt_output_ratio("30m")},
+            {"ratio": prompt_output_ratio(gates.ratio_window)},
             "What the ratio of the pools was planned for. The line is the upper end of the planned band.",
             gates.ratio_high,
         ),

@@ -36,6 +36,8 @@ class Gates(msgspec.Struct, frozen=True):
     transfer_share: float = 0.25  # of the TTFT gate that moving KV may take
     window: str = "5m"
     hold: str = "5m"  # how long a condition must last; two scrapes at the least
+    ratio_window: str = "30m"  # the mix of traffic changes all the time: only what lasts is worth another plan
+    ratio_hold: str = "15m"
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s", "transfer_share"):
@@ -196,7 +198,7 @@ def _pools(gates: Gates) -> tuple[Alert, ...]:
         ),
     ]
     if gates.ratio_low is not None and gates.ratio_high is not None:
-        ratio = prompt_output_ratio("30m")
+        ratio = prompt_output_ratio(gates.ratio_window)
         found.append(
             Alert(
                 "KvbatonRatioDrift",
@@ -206,7 +208,7 @@ def _pools(gates: Gates) -> tuple[Alert, ...]:
                 f"{gates.ratio_high:g}.",
                 "The pools were sized for another mix. Above the band prefill is short, below it decode is. Write a "
                 "new scenario from the live rates, run `kvbaton plan` on it, and apply its pools.",
-                hold="15m",
+                hold=gates.ratio_hold,
             )
         )
     return tuple(found)

@@ -81,6 +81,27 @@ METRICS: tuple[Metric, ...] = (
         "Prompt tokens of answered requests that a prefix cache had.",
     ),
     Metric("kvbaton_router_output_tokens_total", "counter", "router", "Tokens generated for answered requests."),
+    Metric(
+        "kvbaton_router_prompt_output_ratio",
+        "gauge",
+        "router",
+        "Computed prompt tokens (no cache had them) for each output token, over the five minutes before the scrape; "
+        "absent while too little was generated.",
+    ),
+    Metric(
+        "kvbaton_router_plan_ratio",
+        "gauge",
+        "router",
+        "The two ends (low, high) of the band of that ratio which the plan was made for (`--plan-band`).",
+        ("end",),
+    ),
+    Metric(
+        "kvbaton_router_plan_drift",
+        "gauge",
+        "router",
+        "That ratio over the end of the band it has left: 1 inside, above 1 when prefill is short, below 1 when decode "
+        "is.",
+    ),
     # -- router: what it decided and why
     Metric(
         "kvbaton_router_decisions_total",

@@ -8,24 +8,11 @@ value in, a value out; too few tokens say nothing; totals that went back (the ro
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
+from kvbaton.observe.ratio import Band, Place, Totals, ratio_of, window
 from kvbaton.plan.advise import Window
 from kvbaton.types import LocalError
-
-LEAST_OUTPUT_TOKENS = 200.0  # of a window: below that the ratio is chance
-Place = Literal["unknown", "inside", "above", "below"]
-
-
-class Totals(msgspec.Struct, frozen=True):
-    """What the router has counted so far."""
-
-    at_s: float
-    prompt_tokens: float
-    cached_tokens: float
-    output_tokens: float
 
 
 class DriftState(msgspec.Struct, frozen=True):
@@ -42,21 +29,12 @@ class Drift(msgspec.Struct, frozen=True):
 
 
 def watch(
-    totals: Totals, state: DriftState, band: tuple[float, float], window_s: float = 300.0, lasts_s: float = 60.0
+    totals: Totals, state: DriftState, band: Band, window_s: float = 300.0, lasts_s: float = 60.0
 ) -> Drift:  # fmt: skip
     """Take the totals of now, and say where the ratio of the last ``window_s`` lies."""
-    if not 0 <= band[0] < band[1]:
-        raise LocalError("a band is LOW and a higher HIGH", field="plan_band")
-    seen = state.seen
-    if seen and (totals.output_tokens < seen[-1].output_tokens or totals.prompt_tokens < seen[-1].prompt_tokens):
-        seen = ()
-    while len(seen) > 1 and seen[1].at_s <= totals.at_s - window_s:
-        seen = seen[1:]
-    ratio = _ratio(seen[0], totals) if seen else None
-    seen = (*seen, totals)
-    place: Place = "unknown"
-    if ratio is not None:
-        place = "above" if ratio > band[1] else "below" if ratio < band[0] else "inside"
+    seen = window(state.seen, totals, window_s)
+    ratio = ratio_of(seen)
+    place = band.place(ratio)
     if place in ("unknown", state.told):
         return Drift(ratio, state.told, "", DriftState(seen, state.told))
     since_s = state.other_since_s if state.other_since_s is not None else totals.at_s
@@ -64,18 +42,12 @@ def watch(
         return Drift(ratio, state.told, "", DriftState(seen, state.told, since_s))
     news = f"{ratio:.1f} prompt tokens to compute for each output token"
     if place == "inside":
-        news = f"{news}: within the plan's {band[0]:g} to {band[1]:g}" + (" again" if state.told != "unknown" else "")
+        news = f"{news}: within the plan's {band.low:g} to {band.high:g}" + (
+            " again" if state.told != "unknown" else ""
+        )
     else:
-        news = f"{news}, {place} the plan's {band[0]:g} to {band[1]:g}: plan again (kvbaton advise --write-scenario)"
+        news = f"{news}, {place} the plan's {band.low:g} to {band.high:g}: plan again (kvbaton advise --write-scenario)"
     return Drift(ratio, place, news, DriftState(seen, place))
-
-
-def _ratio(before: Totals, now: Totals) -> float | None:
-    output = now.output_tokens - before.output_tokens
-    if output < LEAST_OUTPUT_TOKENS:
-        return None
-    prompt = now.prompt_tokens - before.prompt_tokens - (now.cached_tokens - before.cached_tokens)
-    return max(0.0, prompt) / output
 
 
 def scenario_text(seen: Window, name: str = "live", model: str = "") -> str:

@@ -24,6 +24,7 @@ from kvbaton.config import MemberSettings, RouterSettings
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.observe.log import event as log_event
 from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
+from kvbaton.observe.ratio import RatioGauges, read_band
 from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Call, Dispatcher, Flight
 from kvbaton.router.explain import brief
@@ -94,6 +95,7 @@ class Gateway:
         self._metrics = metrics
         self._clock = clock
         self._limits = RequestLimits()
+        self._ratio = RatioGauges(read_band(settings.plan_band))
         self._bodies = BodyBudget(settings.max_total_body_bytes)
         self._created_s = int(time.time())
         # Request ids: one draw for the process and a count, since a draw for each request is a system call.
@@ -327,6 +329,7 @@ class Gateway:
             return
         self._registry.export()
         self._dispatcher.export()
+        self._ratio.export(self._metrics, self._clock.now_s())
         await exchange.answer_text(self._metrics.exposition(), CONTENT_TYPE)
 
     def _card(self) -> dict[str, object]:

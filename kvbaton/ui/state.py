@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.observe.ratio import Band, Place
 from kvbaton.router.policy import REASONS
-from kvbaton.ui.band import Band, Place
 from kvbaton.ui.decisions import Page
 from kvbaton.ui.history import NO_STATS, WINDOW_S, Frame, History, Link
 from kvbaton.ui.spread import Spread

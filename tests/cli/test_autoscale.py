@@ -10,6 +10,8 @@ import pytest
 from cli.up_process import START_S, Up, up
 
 from kvbaton.cli import autoscale_options
+from kvbaton.cli.main import kvbaton
+from kvbaton.observe.ratio import Band
 
 FLAGS = (
     "--autoscale", "--prefill", "1", "--decode", "2", "--prefill-max", "2", "--decode-max", "2",
@@ -61,13 +63,21 @@ async def test_long_documents_after_chat_add_a_prefill_worker_and_drain_a_decode
 def test_flags_become_a_policy_of_each_pool() -> None:
     given = {
         "autoscale": True, "prefill_max": 3, "decode_max": None, "scale_interval_s": 2.0, "scale_queue_delay_s": 0.3,
-        "scale_sequences": 16, "scale_shrink_after_s": 60.0, "scale_start_s": 9.0, "scale_band": (2.0, 8.0),
+        "scale_sequences": 16, "scale_shrink_after_s": 60.0, "scale_start_s": 9.0,
     }  # fmt: skip
-    options = autoscale_options.read(["prefill", "decode", "decode"], given)
-    assert options is not None and options.band == (2.0, 8.0) and options.policy.start_s == 9.0
+    options = autoscale_options.read(["prefill", "decode", "decode"], given, "2,8")
+    assert options is not None and options.band == Band(2.0, 8.0) and options.policy.start_s == 9.0
     assert options.policy.pools["prefill"].maximum == 3
     assert options.policy.pools["decode"].maximum == autoscale_options.LEAST_MAXIMUM
     assert options.policy.pools["decode"].sequences_per_worker == 16
-    assert (
-        autoscale_options.read(["both"], {**given, "autoscale": False, "prefill_max": None, "scale_band": None}) is None
-    )
+    assert autoscale_options.read(["both"], {**given, "autoscale": False, "prefill_max": None}) is None
+
+
+def test_every_flag_of_scaling_is_documented_with_its_help() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
+    command = kvbaton.get_command(None, "up")  # type: ignore[arg-type]
+    assert command is not None
+    ours = [flag for flag in command.params if flag.opts[0].startswith(("--scale", "--autoscale", "--prefill-max"))]
+    assert len(ours) >= 7
+    for flag in ours:
+        assert f"| `{flag.opts[0]}` | {str(flag.help).split('  [')[0]}" in text, flag.opts[0]  # type: ignore[attr-defined]

@@ -7,12 +7,13 @@ import tomllib
 import msgspec
 import pytest
 
+from kvbaton.observe.ratio import Band, Totals
 from kvbaton.plan.advise import Window
-from kvbaton.plan.autoscale_drift import DriftState, Totals, scenario_text, watch
+from kvbaton.plan.autoscale_drift import DriftState, scenario_text, watch
 from kvbaton.plan.scenario import parse
 from kvbaton.types import LocalError
 
-BAND = (2.0, 8.0)
+BAND = Band(2.0, 8.0)
 
 
 def follow(ratios: list[float], step_s: float = 30.0, output: float = 500.0) -> list[str]:

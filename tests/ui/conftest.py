@@ -11,8 +11,8 @@ from router.fleet import Fleet, running_fleet
 
 from kvbaton.clock import ManualClock
 from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.observe.ratio import Band
 from kvbaton.ui.assets import library_path
-from kvbaton.ui.band import Band
 from kvbaton.ui.page import LivePage
 from kvbaton.ui.state import Aims
 
