@@ -1,6 +1,6 @@
 """The two comparisons that are kept: where splitting two workers wins, and where it loses. Nine minutes each at most.
 
-    python -m benchmarks.reports profile    a worker like those compared, for the simulator's word    (2 min)
+    python -m benchmarks.reports profile    workers like those compared, for the simulator's word     (3 min)
     python -m benchmarks.reports long       long prompts arrive into open streams: the split wins     (9 min)
     python -m benchmarks.reports short      short prompts, long answers: one decode worker is too few (9 min)
     python -m benchmarks.reports long --small       a minute, to see that it works; proves nothing
@@ -104,6 +104,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a minute; to see that it works")
     parser.add_argument("--profile", type=Path, default=Path("docs/reports/worker-profile.json"))
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started ends with us
     return profile_worker(given.profile) if given.what == "profile" else compare(given.what, given.small, given.profile)
 
 

@@ -4,7 +4,7 @@ Each run is simulated from a profile file (``kvbaton profile``) and held against
 so the error is the simulator's and the profile's, not that of another workload. Nothing is fitted to the runs.
 
 Requests that failed when measured are left out of the figures, but they load the simulated fleet. Knows nothing about
-how runs are made. It does not know that workers, router and client may share cores here: that shows as error.
+how runs are made. What workers, router and client on the same cores cost each other is the profile's, if it says so.
 """
 
 from __future__ import annotations
@@ -61,20 +61,30 @@ def fleet_spec(arm: Arm, profile: ProfileFile) -> tuple[FleetSpec, list[str]]:
             f"{arm.name} is an address: its workers are taken to be like the profile's, its policy the default"
         )
     worker = _worker(flags, profile)
+    shared = profile.shared_cores if arm.up else None  # what runs elsewhere has cores of its own
+    if arm.up and shared is None:
+        notes.append("the profile does not say what workers on shared cores cost each other (kvbaton profile --fleet)")
     fleet = arm.fleet
     colocated = round(fleet.colocated_gpus / worker.num_gpus)
     if colocated:
-        return FleetSpec((PoolSpec("both", colocated, worker),), admission_s=profile.admission_s), notes
+        alone = (PoolSpec("both", colocated, worker),)
+        return FleetSpec(alone, admission_s=profile.admission_s, shared_cores=shared), notes
     link = profile.link
     if link is None:
         link = LinkModel(1e-3, 1e9, "assumed: 1 ms and 1 GB/s")
         notes.append("the profile has no link (kvbaton profile --with-link): 1 ms and 1 GB/s are assumed")
-    handoff = HandoffSpec(link, profile.worker.token_bytes, profile.worker.num_layers, control_s=profile.control_s)
+    handoff = HandoffSpec(
+        link,
+        profile.worker.token_bytes,
+        profile.worker.num_layers,
+        control_s=profile.control_s,
+        reserves_between_steps=profile.origin.engine == "kvbaton",  # its engine loop does what it is asked after a step
+    )
     pools = (
         PoolSpec("prefill", round(fleet.prefill_gpus / worker.num_gpus), worker),
         PoolSpec("decode", round(fleet.decode_gpus / worker.num_gpus), worker),
     )
-    return FleetSpec(pools, handoff, _policy(flags), admission_s=profile.admission_s), notes
+    return FleetSpec(pools, handoff, _policy(flags), profile.admission_s, shared_cores=shared), notes
 
 
 def _worker(flags: dict[str, str], profile: ProfileFile) -> WorkerSpec:
@@ -131,7 +141,7 @@ def _prefixes(run: Run, block_size: int) -> tuple[dict[int, tuple[int, ...]], in
     config = {name: value for name, value in run.header.config.items() if name in LoadSpec.__struct_fields__}
     spec = msgspec.convert(config, LoadSpec, strict=False)
     if not spec.shared_prefix_tokens and spec.trace is None:
-        return {}, 0
+        return _template(run, block_size)
     try:
         work = plan_work(spec, None)
     except LocalError:
@@ -139,6 +149,18 @@ def _prefixes(run: Run, block_size: int) -> tuple[dict[int, tuple[int, ...]], in
     if not work.block_tokens or work.block_tokens % block_size:
         return {}, 0
     return {index: item.block_ids for index, item in enumerate(work.items)}, work.block_tokens
+
+
+def _template(run: Run, block_size: int) -> tuple[dict[int, tuple[int, ...]], int]:
+    """What every prompt begins with: the chat template, as far as most of the requests found it in the cache.
+
+    A property of the prompts, not of how fast they were served; prompts themselves are not kept with a run.
+    """
+    found = [sample.cached_tokens or 0 for sample in run.samples if sample.ok]
+    blocks = int(np.median(found)) // block_size if found else 0
+    if not blocks:
+        return {}, 0
+    return {sample.index: tuple(range(blocks)) for sample in run.samples}, block_size
 
 
 def predict(

@@ -161,7 +161,7 @@ class ProfileResult(msgspec.Struct, frozen=True):
 async def profile(spec: ProfileSpec, tell: Tell) -> ProfileResult:
     """A minute or so for a small model; the goodput searches take ``trials`` x ``trial_s`` each on top."""
     name = spec.model or (await served_model(spec.url, spec.headers))[0]
-    probe = _Probe(spec, name)
+    probe = Probe(spec, name)
     prefill, decode = await probe.rows(tell)
     fit = fit_steps(prefill, decode, spec.chunk_tokens)
     tell(f"fit: held-out error median {fit.held_out_median:.1%}, worst {fit.held_out_max:.1%}")
@@ -176,7 +176,7 @@ async def profile(spec: ProfileSpec, tell: Tell) -> ProfileResult:
     )
 
 
-class _Probe:
+class Probe:
     """Sends probes one row at a time and reads the row's number off the samples."""
 
     def __init__(self, spec: ProfileSpec, model: str) -> None:
@@ -192,7 +192,7 @@ class _Probe:
         """All rows, in rounds of changing order."""
         spec, chance = self._spec, Random(self._spec.seed)
         wanted = wanted_rows(spec)
-        await self._send([self._prompt(32, 0)], 1)  # wakes everything up
+        await self._send([self.prompt(32, 0)], 1)  # wakes everything up
         began_s = ended_s = time.monotonic()
         for number in range(max(spec.repeats, spec.max_repeats)):
             left = [each for each in wanted if not each.settled(spec)]
@@ -210,14 +210,14 @@ class _Probe:
 
     async def _measure(self, each: _Wanted) -> None:
         if each.kind == "prefill":
-            prompt = self._prompt(each.context + each.size, each.context)
+            prompt = self.prompt(each.context + each.size, each.context)
             if each.context:
                 await self._send([prompt[: each.context]], 1)
             (sample,), report = await self._send([prompt], 1)
-            found = _ttft(sample)
+            found = ttft_of(sample)
             each.hits.append(sample.cached_tokens or 0)
         else:
-            each.prompts = each.prompts or [self._prompt(each.context, 0) for _ in range(each.size)]
+            each.prompts = each.prompts or [self.prompt(each.context, 0) for _ in range(each.size)]
             # Prefill first, into the cache: else the first streams would be done before the last ones start.
             await self._send(each.prompts, 1)
             samples, report = await self._send(each.prompts, self._spec.decode_steps + 2 * each.size)
@@ -255,23 +255,31 @@ class _Probe:
             tell(f"decode batch {each.size} at context {middle}: {rows[-1].seconds * 1e3:.2f} ms{_said(rows[-1])}")
         return rows
 
-    def _prompt(self, tokens: int, cached: int) -> list[int]:
+    def prompt(self, tokens: int, cached: int) -> list[int]:
         self._num += 1
         return self._builder.ids(tokens, str(self._num), (self._num,) if cached else (), cached)
 
-    async def _send(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[RequestSample], ClientReport]:
-        body: dict[str, Any] = {
+    @property
+    def path(self) -> str:
+        return self._load.path
+
+    def body(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        """A stream of exactly so many tokens."""
+        return {
             "model": self._load.model,
+            "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+
+    async def _send(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[RequestSample], ClientReport]:
         client = LoadClient(ClientConfig(origin_of(self._spec.url), self._load.path, self._spec.headers))
         requests = [
             PlannedRequest(
-                number, "steady", 0.0, msgspec.json.encode({**body, "prompt": prompt}), len(prompt), max_tokens
+                number, "steady", 0.0, msgspec.json.encode(self.body(prompt, max_tokens)), len(prompt), max_tokens
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -316,7 +324,7 @@ def _said(row: PrefillRow | DecodeRow) -> str:
     return f" ({row.num} samples{dropped}{known}{', held out' if row.held_out else ''})"
 
 
-def _ttft(sample: RequestSample) -> float:
+def ttft_of(sample: RequestSample) -> float:
     """From the write to the first event that carries output, or to the end when the token had no text."""
     assert sample.sent_s is not None and sample.closed_s is not None
     seen = sample.visible()

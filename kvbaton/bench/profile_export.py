@@ -14,6 +14,7 @@ from pathlib import Path
 from kvbaton import __version__
 from kvbaton.bench.link import LinkResult
 from kvbaton.bench.profile import ProfileResult
+from kvbaton.bench.profile_beside import Beside
 from kvbaton.kv.layout import KVLayout
 from kvbaton.plan.link import LinkModel, LinkRow
 from kvbaton.plan.profile_file import Origin, ProfileFile, StepRow, WorkerLimits
@@ -64,7 +65,12 @@ def step_rows(found: ProfileResult, chunk_tokens: int) -> list[StepRow]:
 
 
 def to_profile_file(
-    found: ProfileResult, limits: WorkerLimits, origin: Origin, link: LinkResult | None, notes: Sequence[str] = ()
+    found: ProfileResult,
+    limits: WorkerLimits,
+    origin: Origin,
+    link: LinkResult | None,
+    notes: Sequence[str] = (),
+    beside: Beside | None = None,
 ) -> ProfileFile:
     link_model = None
     link_rows: tuple[LinkRow, ...] = ()
@@ -85,7 +91,9 @@ def to_profile_file(
         step_error=sum(abs(error) for error in found.fit.errors) / len(found.fit.errors),
         link=link_model,
         link_rows=link_rows,
-        admission_s=found.fit.request_overhead_s,
+        admission_s=found.fit.request_overhead_s if beside is None else beside.admission_s,
+        shared_cores=None if beside is None else beside.cores,
+        beside_rows=() if beside is None else beside.rows,
         prefill_rate_per_s=found.prefill_goodput.rate_per_s if found.prefill_goodput else None,
         decode_rate_per_s=found.decode_goodput.rate_per_s if found.decode_goodput else None,
         notes=(held_out, *notes),

@@ -363,6 +363,9 @@ def _default_model() -> Path:
 @click.option("--kv-blocks", type=click.IntRange(1), default=2048, show_default=True, help="Blocks the worker has.")
 @click.option("--max-running", type=click.IntRange(1), default=64, show_default=True, help="Its largest batch.")
 @click.option("--with-link", is_flag=True, help="Also measure the link on this machine, as `kvbaton link` does.")
+@click.option("--fleet", help="Router of a fleet on this machine, one worker a core, of which URL is one.")
+@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers behind --fleet.")
+@realtime_option
 @click.option("--prefill-tokens", default="64,128,256,512,1024", show_default=True, help="Prompt lengths to time.")
 @click.option("--cached-tokens", default="0,512", show_default=True, help="Cached contexts before them.")
 @click.option("--batches", default="1,2,4,8", show_default=True, help="Decode batches to time.")
@@ -390,9 +393,14 @@ def profile_command(url: str, **given: Any) -> None:
     """Step times of the worker at URL, and its prefill-only and decode-only goodput.
 
     Fits the linear step model that `plan` simulates with, and says how far it is off on rows it was not fitted to.
+    With --fleet also what the fleet's workers cost each other, the router and the clients when all are busy.
     """
     from kvbaton.bench.profile import ProfileSpec, profile
 
+    if given["realtime"]:
+        take_priority()
+    if given["fleet"] and not given["out"]:
+        raise LocalError("what --fleet measures goes into the file", field="fleet", fix="give --out FILE")
     spec = ProfileSpec(
         url=url,
         prefill_tokens=numbers(given["prefill_tokens"], "prefill_tokens"),
@@ -438,6 +446,7 @@ def profile_command(url: str, **given: Any) -> None:
 
 def _write_profile(found: ProfileResult, spec: ProfileSpec, given: dict[str, Any]) -> None:
     from kvbaton.bench import link, profile_export
+    from kvbaton.bench.profile_beside import measure_beside
     from kvbaton.engine.model_config import ModelConfig
     from kvbaton.plan.profile_file import write_profile
 
@@ -449,4 +458,8 @@ def _write_profile(found: ProfileResult, spec: ProfileSpec, given: dict[str, Any
     )
     origin = profile_export.origin_of_run(found, given["engine"], config.revision, given["hardware"])
     measured = run_loop(link.measure_link(link.LinkSpec(layout))) if given["with_link"] else None
-    write_profile(profile_export.to_profile_file(found, limits, origin, measured), given["out"])
+    beside = None
+    if given["fleet"]:
+        tell = lambda line: click.echo(line, err=True)  # noqa: E731
+        beside = run_loop(measure_beside(spec, given["fleet"], given["workers"], found, tell))
+    write_profile(profile_export.to_profile_file(found, limits, origin, measured, beside=beside), given["out"])

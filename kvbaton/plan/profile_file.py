@@ -1,7 +1,8 @@
 """The profile file: what ``kvbaton profile`` measured of one running worker, and what ``plan`` reads.
 
     {version, origin: {engine, engine_version, model_id, model_revision, hardware}, worker: {limits and KV layout},
-     step: {fitted coefficients}, step_rows: [measured steps], link: {alpha, beta}, link_rows: [measured transfers]}
+     step: {fitted coefficients}, step_rows: [measured steps], link: {alpha, beta}, link_rows: [measured transfers],
+     shared_cores: {what busy workers of one machine cost each other}, beside_rows: [measured steps alone and beside]}
 
 Raw rows stay in the file, so that a later version can fit them again. A profile taken on another engine version, model
 or hardware than planned for is a warning that ends up in the result, never a silent use.
@@ -18,6 +19,7 @@ import numpy as np
 
 from kvbaton.plan.least_squares import relative_nonnegative
 from kvbaton.plan.link import LinkModel, LinkRow, fit_link
+from kvbaton.plan.sim_host import SharedCores
 from kvbaton.plan.sim_spec import WorkerSpec
 from kvbaton.plan.step_time import StepModel, StepWork
 from kvbaton.types import LocalError
@@ -65,6 +67,12 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
         return StepWork(self.prefill_tokens, self.prefill_pairs, self.num_decodes, self.context_tokens)
 
 
+class BesideRow(msgspec.Struct, frozen=True):
+    streams: int  # on each worker
+    alone_s: float  # a step of theirs, the other workers idle
+    beside_s: float  # all workers busy
+
+
 class ProfileFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int = PROFILE_VERSION
     measured_at: str = ""  # ISO time, for people
@@ -77,6 +85,8 @@ class ProfileFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     link_rows: tuple[LinkRow, ...] = ()
     admission_s: float = 0.0  # idle TTFT minus the prefill step: HTTP, tokenizer, queue, first byte
     control_s: float = 0.0  # one message between workers
+    shared_cores: SharedCores | None = None  # None: not measured, or the workers share nothing
+    beside_rows: tuple[BesideRow, ...] = ()
     prefill_rate_per_s: float | None = None  # goodput of one prefill-only worker, if it was measured
     decode_rate_per_s: float | None = None
     notes: tuple[str, ...] = ()

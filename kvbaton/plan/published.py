@@ -116,3 +116,24 @@ class PhaseShare(msgspec.Struct, frozen=True):
     def prefill_per_decode(self) -> float:
         """Prefill workers for each decode worker."""
         return self.prefill_s / self.decode_s
+
+
+class MooncakeDivision(msgspec.Struct, frozen=True):
+    """One point of Figure 15 of the FAST'25 paper, read off the figure's own vector paths."""
+
+    prefill: int  # nodes of eight A800-80G; the other of 16 decode
+    effective: float  # share of requests within 10 s TTFT and 100 ms TBT
+    mean_ttft_s: float
+    mean_tbt_s: float
+
+
+# The synthetic trace on LLaMA3-70B; the paper calls the middle "approximately 1:1".
+MOONCAKE_FIGURE_15 = (
+    MooncakeDivision(5, 0.7767, 5.738, 0.03151),
+    MooncakeDivision(6, 0.9720, 1.712, 0.03177),
+    MooncakeDivision(7, 0.9910, 1.302, 0.03288),
+    MooncakeDivision(8, 0.9899, 1.191, 0.03505),
+    MooncakeDivision(9, 0.9917, 1.123, 0.03825),
+    MooncakeDivision(10, 0.9841, 1.111, 0.04420),
+    MooncakeDivision(11, 0.8612, 1.137, 0.05831),
+)

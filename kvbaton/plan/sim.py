@@ -94,7 +94,7 @@ class Simulation:
                 _hashes(request, per_block, size, cache),
             )  # fmt: skip
             self.records[record.request_id] = record
-            self._push(request.arrival_s + self.spec.admission_s, "arrive", record)
+            self._push(request.arrival_s + self.spec.admission_s, "heard", record)
         self.num_unfinished = len(self.records)
 
     def _push(self, at_s: float, kind: str, *what: object) -> None:
@@ -107,8 +107,9 @@ class Simulation:
         for at_s, kind, what in self.fleet.first_events():
             self._push(at_s, kind, *what)
         handlers: dict[str, Callable[..., None]] = {
-            "arrive": self._arrive, "step": self._step_over, "landed": self._landed, "down": self._down, "up": self._up,
-            "scale": self._scale, "give_up": self._give_up, "loaded": self._loaded,
+            "heard": self._heard, "arrive": self._arrive, "step": self._step_over, "landed": self._landed,
+            "down": self._down, "up": self._up, "scale": self._scale, "give_up": self._give_up, "loaded": self._loaded,
+            "reserved": self._start_prefill,
         }  # fmt: skip
         while self._events and self.num_unfinished:
             self.now_s, _, kind, what = heappop(self._events)
@@ -117,6 +118,15 @@ class Simulation:
             if not record.lifecycle.ended:  # nobody is left who could serve it
                 self._end(record, Event.REFUSE)
         return collect(self.spec, self.records.values(), self.fleet, self.gaps, self.now_s, self.wire_bytes)
+
+    def _heard(self, record: Record) -> None:
+        """On a machine whose cores are all busy the request is not read at once."""
+        machine = self.fleet.machine
+        wait_s = machine.admission_s if machine is not None else 0.0
+        if wait_s:
+            self._push(self.now_s + wait_s, "arrive", record)
+        else:
+            self._arrive(record)
 
     def _arrive(self, record: Record) -> None:
         record.lifecycle.on(Event.ACCEPT)
@@ -181,20 +191,34 @@ class Simulation:
         self._settle(target)
         if decision.prefill is None:
             target.active[record.request_id] = record
-            self._enqueue(target, record, "full")
+            self._enqueue(target, record, "full", record.attempt + 1)  # dispatch is about to count it
             return
         source = self.fleet.workers[decision.prefill]
         record.have_tokens = target.scheduler.reserve_import(self._sequence(record, "import"))
         self._settle(source)
         record.ready_s = 0.0
         source.active[record.request_id] = target.active[record.request_id] = record
-        self._enqueue(source, record, "prefill_only")
+        assert self.spec.handoff is not None
+        if self.spec.handoff.reserves_between_steps and target.busy:
+            self._push(target.end_s, "reserved", source, record, record.attempt + 1)
+            return
+        self._enqueue(source, record, "prefill_only", record.attempt + 1)
 
-    def _enqueue(self, worker: SimWorker, record: Record, mode: Mode) -> None:
+    def _start_prefill(self, source: SimWorker, record: Record, attempt: int) -> None:
+        """The decode side has found room and asks for the prompt."""
+        if record.lifecycle.ended or attempt != record.attempt:
+            return
+        self._settle(source)
+        try:
+            self._enqueue(source, record, "prefill_only", attempt)
+        except LocalError:
+            self._end(record, Event.REFUSE)
+
+    def _enqueue(self, worker: SimWorker, record: Record, mode: Mode, attempt: int) -> None:
         """To the scheduler, at once or when what the worker's host tier holds of the prompt is loaded."""
         ready_s = worker.tier.load_until_s(record, worker.blocks, self.now_s)
         if ready_s is not None:
-            self._push(ready_s, "loaded", worker, record, mode, record.attempt + 1)  # dispatch is about to count it
+            self._push(ready_s, "loaded", worker, record, mode, attempt)
             return
         try:
             worker.scheduler.add(self._sequence(record, mode))

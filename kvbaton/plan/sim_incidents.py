@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvbaton.plan.sim_host import SharedMachine
 from kvbaton.plan.sim_index import SimIndex
 from kvbaton.plan.sim_record import GapHistogram, Record
 from kvbaton.plan.sim_spec import FleetSpec, Incidents, PoolSpec
+from kvbaton.plan.sim_tier import HostStore
 from kvbaton.plan.sim_worker import SimWorker
 from kvbaton.router.policy import MemberView
 from kvbaton.types import LocalError, Role
@@ -25,6 +27,9 @@ class Fleet:
         self._records = records
         self._gaps = gaps
         self.workers: dict[str, SimWorker] = {}
+        tier_blocks = sum(pool.count * pool.worker.tier_blocks for pool in spec.pools)
+        self._store = HostStore(tier_blocks) if spec.pooled_tier else None
+        self.machine = SharedMachine(spec.shared_cores) if spec.shared_cores is not None else None
         self._draining: set[str] = set()
         self._scaler = incidents.scaling.scaler() if incidents.scaling is not None else None
         self.num_unrouted: Callable[[], int] = lambda: 0  # requests that wait at the router; the simulation knows
@@ -37,7 +42,9 @@ class Fleet:
 
     def _new(self, pool: PoolSpec, now_s: float) -> SimWorker:
         number = sum(worker.role == pool.role for worker in self.workers.values())
-        worker = SimWorker(f"{pool.role}-{number}", pool.role, pool.worker, self._records, self._gaps)
+        worker = SimWorker(
+            f"{pool.role}-{number}", pool.role, pool.worker, self._records, self._gaps, self._store, self.machine
+        )
         worker.born_s = now_s
         self.workers[worker.name] = worker
         return worker

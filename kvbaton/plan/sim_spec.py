@@ -11,6 +11,7 @@ import msgspec
 
 from kvbaton.plan.autoscale_sim import Scaler
 from kvbaton.plan.link import LinkModel
+from kvbaton.plan.sim_host import SharedCores
 from kvbaton.plan.step_time import StepModel
 from kvbaton.router.policy import PolicyConfig
 from kvbaton.types import LocalError, Role
@@ -58,6 +59,7 @@ class HandoffSpec(msgspec.Struct, frozen=True):
     layer_wise: bool = True
     shared_link: LinkModel | None = None
     control_s: float = 0.0  # one message between router and worker, or worker and worker
+    reserves_between_steps: bool = False  # the decode side finds room only when its step is over, then asks for prefill
 
 
 class FleetSpec(msgspec.Struct, frozen=True):
@@ -66,6 +68,8 @@ class FleetSpec(msgspec.Struct, frozen=True):
     policy: PolicyConfig = PolicyConfig(threshold_tokens=64)
     admission_s: float = 0.0  # from the client's send to a scheduler's queue: parsing, tokenizing, routing
     kv_lag_s: float = 0.05  # from a change of a worker's cache until the router knows of it
+    shared_cores: SharedCores | None = None  # all workers, the router and the clients run on one machine's cores
+    pooled_tier: bool = False  # the cache tiers of all workers are one store that each of them loads from
     max_queued: int = 1_000_000  # requests the router holds while no worker has room; above it they are refused
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """A cache tier in host memory behind one simulated worker: what it holds, and when what it holds is back on the GPU.
 
-The tier keeps a copy of every prompt block its worker computed, least recently used out first. A prompt whose prefix
+The tier keeps a copy of every prompt block its worker computed, least recently used out first; where the tiers of a
+fleet are pooled, one store keeps those of all workers. A prompt whose prefix
 goes on in the tier beyond what the GPU still holds waits until those blocks are loaded, over a link that serves one
 prompt after the other, unless computing them would take less. Loaded blocks go through the real block manager, so the
 real scheduler finds them as any cached prefix; if it comes to the prompt so late that they are evicted again, they are
@@ -13,6 +14,7 @@ about time beyond what it is told, and nothing about routing.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from kvbaton.kv.blocks import BlockManager
 from kvbaton.plan.sim_record import Record
@@ -20,12 +22,30 @@ from kvbaton.plan.sim_spec import WorkerSpec
 from kvbaton.plan.step_time import StepWork, pairs
 
 
+class HostStore:
+    """Which blocks host memory holds, up to a number of them."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._held: OrderedDict[bytes, None] = OrderedDict()  # oldest first; of a chain the tail is older
+
+    def keep(self, chain: Sequence[bytes]) -> None:
+        for block_hash in reversed(chain):
+            self._held[block_hash] = None
+            self._held.move_to_end(block_hash)
+        while len(self._held) > self._num_blocks:
+            self._held.popitem(last=False)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._held
+
+
 class HostTier:
     """Exists for every worker; one without blocks never holds anything."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, pooled: HostStore | None = None) -> None:
         self._spec = spec
-        self._held: OrderedDict[bytes, None] = OrderedDict()  # oldest first; of a chain the tail is older
+        self._store = HostStore(spec.tier_blocks) if pooled is None else pooled
         self._free_s = 0.0
         self.loaded_tokens = 0
 
@@ -33,11 +53,7 @@ class HostTier:
         """The worker has computed the prompt."""
         if not self._spec.tier_blocks:
             return
-        for block_hash in reversed(record.hashes):
-            self._held[block_hash] = None
-            self._held.move_to_end(block_hash)
-        while len(self._held) > self._spec.tier_blocks:
-            self._held.popitem(last=False)
+        self._store.keep(record.hashes)
 
     def load_until_s(self, record: Record, blocks: BlockManager, now_s: float) -> float | None:
         """When the blocks that only the tier holds would be on the GPU; None when there is nothing worth loading."""
@@ -75,7 +91,7 @@ class HostTier:
         chain = record.hashes[: (record.prompt_tokens - 1) // size]
         there = 0
         for block_hash in chain:
-            if block_hash not in self._held:
+            if block_hash not in self._store:
                 break
             there += 1
         return len(blocks.match(chain)), there

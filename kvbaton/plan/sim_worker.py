@@ -12,9 +12,10 @@ from __future__ import annotations
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
 from kvbaton.engine.sequence import Sequence
 from kvbaton.kv.blocks import BlockManager
+from kvbaton.plan.sim_host import SharedMachine
 from kvbaton.plan.sim_record import GapHistogram, Record
 from kvbaton.plan.sim_spec import WorkerSpec
-from kvbaton.plan.sim_tier import HostTier
+from kvbaton.plan.sim_tier import HostStore, HostTier
 from kvbaton.plan.step_time import StepWork, pairs
 from kvbaton.types import Role, TokenOutput
 
@@ -54,7 +55,17 @@ class StepOutcome:
 class SimWorker:
     """Scheduler, blocks, and the step under way."""
 
-    def __init__(self, name: str, role: Role, spec: WorkerSpec, records: dict[str, Record], gaps: GapHistogram) -> None:
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        spec: WorkerSpec,
+        records: dict[str, Record],
+        gaps: GapHistogram,
+        pooled: HostStore | None = None,
+        machine: SharedMachine | None = None,
+    ) -> None:
+        """``pooled``: the host memory it shares with others, ``machine``: the cores; None: its own."""
         self.name = name
         self.role: Role = role
         self.spec = spec
@@ -76,6 +87,9 @@ class SimWorker:
         self.end_s = 0.0
         self._records = records
         self._gaps = gaps
+        self._pooled = pooled
+        self._machine = machine
+        self.step_log: list[tuple[float, float, int]] | None = None  # if wanted: (start, end, equal steps in between)
         self.reset()
 
     def reset(self) -> None:
@@ -87,7 +101,9 @@ class SimWorker:
             spec.max_chunk_tokens,
         )  # fmt: skip
         self.scheduler = Scheduler(config, self.blocks)
-        self.tier = HostTier(spec)
+        self.tier = HostTier(spec, self._pooled)
+        if self._machine is not None:
+            self._machine.idle(self.name)
         self.active.clear()
         self.num_lives += 1
         self.incarnation += 1
@@ -107,6 +123,8 @@ class SimWorker:
         plan = self.scheduler.schedule()
         self.num_preemptions += len(plan.preempted)
         if not plan.items:
+            if self._machine is not None:
+                self._machine.idle(self.name)
             return False
         self._plan, self._start_s, self._steps = plan, now_s, 1
         self.incarnation += 1
@@ -117,11 +135,14 @@ class SimWorker:
         items = plan.items
         self._context_tokens = context = sum([item.start for item in items[:count]]) + count
         if len(items) == count and not plan.preempted:
-            if not single:
+            if not single and self._machine is None:  # beside others no two steps are alike
                 self._steps = self.scheduler.steps_alike(plan)
-            self.end_s = now_s + self.spec.step.decode_run_s(count, context, self._steps)
-            return True
-        self.end_s = now_s + self._mixed_s(plan, count, context)
+            step_s = self.spec.step.decode_run_s(count, context, self._steps)
+        else:
+            step_s = self._mixed_s(plan, count, context)
+        if self._machine is not None:
+            step_s = self._machine.step_s(self.name, step_s, sum(item.samples for item in items))
+        self.end_s = now_s + step_s
         return True
 
     def _mixed_s(self, plan: StepPlan, count: int, context: int) -> float:
@@ -174,6 +195,8 @@ class SimWorker:
         plan = self._plan
         assert plan is not None
         self.num_steps += steps
+        if self.step_log is not None:
+            self.step_log.append((self._start_s, end_s, steps))
         sampled = _Tokens()
         count = plan.num_decodes
         if count:

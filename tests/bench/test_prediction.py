@@ -20,6 +20,7 @@ from kvbaton.bench.workload import LoadSpec, plan_work
 from kvbaton.plan.link import LinkModel
 from kvbaton.plan.profile_file import Origin, ProfileFile, WorkerLimits
 from kvbaton.plan.sim import Simulation
+from kvbaton.plan.sim_host import SharedCores
 from kvbaton.plan.step_time import StepModel
 from kvbaton.plan.workload import Trace, TraceRequest
 
@@ -30,6 +31,7 @@ PROFILE = ProfileFile(
     step=StepModel(0.010, 100e-6, 2e-9, 100e-6, 1e-7, source="measured: test"),
     link=LinkModel(1e-3, 2e9),
     admission_s=0.004,
+    shared_cores=SharedCores(num_cores=2, slowdown=0.05, token_s=1e-4, busy_admission_s=0.002),
 )  # fmt: skip
 SINGLE = Arm("colocated", "a", Fleet(colocated_gpus=2), up=("--colocated", "2", "--chunk-tokens", "128"))
 SPLIT = Arm("disaggregated", "b", Fleet(1, 1), up=("--prefill", "1", "--decode", "1", "--chunk-tokens", "128"))
@@ -79,9 +81,13 @@ def test_flags_and_topology_are_the_runs_own() -> None:
     assert spec.policy.kind == "least_load"
     assert spec.admission_s == PROFILE.admission_s
     assert [pool.role for pool in fleet_spec(SINGLE, PROFILE)[0].pools] == ["both"]
+    assert spec.shared_cores == PROFILE.shared_cores
     away = Arm("elsewhere", "b", Fleet(1, 1), url="http://127.0.0.1:1")
-    _, notes = fleet_spec(away, msgspec.structs.replace(PROFILE, link=None))
+    spec, notes = fleet_spec(away, msgspec.structs.replace(PROFILE, link=None))
     assert len(notes) == 2
+    assert spec.shared_cores is None
+    _, notes = fleet_spec(SINGLE, msgspec.structs.replace(PROFILE, shared_cores=None))
+    assert any("--fleet" in note for note in notes)
 
 
 def test_shared_prefixes_are_shared_in_the_simulation_too() -> None:
