@@ -68,10 +68,11 @@ bench-engine: peers ## prefill, TPOT and output rate, one core each, against vLL
 bench-quality: $(VENV)/.tested ## perplexity and agreement of bfloat16, int8 and int4 against float32
 	@$(VENV)/bin/python -m benchmarks.quality $(ARGS)
 
-reports: $(VENV)/.installed ## the two comparisons kept in docs/reports, on a quiet machine (15 minutes)
+reports: $(VENV)/.installed ## what docs/reports keeps of this machine, when it is quiet (25 minutes)
 	@$(VENV)/bin/python -m benchmarks.reports profile
 	@$(VENV)/bin/python -m benchmarks.reports long
 	@$(VENV)/bin/python -m benchmarks.reports short
+	@$(VENV)/bin/python -m benchmarks.reports goodput
 
 clean: ## remove the environment and what was built
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

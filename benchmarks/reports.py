@@ -3,6 +3,7 @@
     python -m benchmarks.reports profile    workers like those compared, for the simulator's word     (3 min)
     python -m benchmarks.reports long       long prompts arrive into open streams: the split wins     (9 min)
     python -m benchmarks.reports short      short prompts, long answers: one decode worker is too few (9 min)
+    python -m benchmarks.reports goodput    the highest rate within both gates, of either arrangement    (6 min)
     python -m benchmarks.reports long --small       a minute, to see that it works; proves nothing
 
 Two cores, one for each worker; nothing else should run, and the comparison says so itself if something does. Reports go
@@ -57,6 +58,12 @@ COMPARISONS: dict[str, dict[str, Any]] = {
 }
 
 
+GOODPUT = [
+    *("--rate", "3", "--input", "mix:32@1,256@1", "--output", "32", "--warmup", "4", "--duration", "15"),
+    *("--ttft-slo", "1000", "--tpot-slo", "60", "--trials", "12", "--realtime", "--max-lag-ms", "20"),
+]
+
+
 def compare(name: str, small: bool, profile: Path) -> int:
     wanted = COMPARISONS[name]
     out = Path("compare-small" if small else "docs/reports") / wanted["report"]
@@ -71,41 +78,69 @@ def compare(name: str, small: bool, profile: Path) -> int:
     return int(decision != wanted["expected"])
 
 
-def profile_worker(path: Path) -> int:
-    """One worker on one core beside another on the other, as those compared are."""
+def start_fleet(flags: list[str]) -> tuple[subprocess.Popen[bytes], str]:
+    """A fleet of our own and its URL."""
     fleet = subprocess.Popen(
-        [*KVBATON, "up", "--json", "--colocated", "2", "--threads", "1", "--port", "0"],
+        [*KVBATON, "up", "--json", "--threads", "1", "--port", "0", *flags],
         stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert fleet.stdout is not None
+    line = fleet.stdout.readline()
+    if not line:
+        raise SystemExit(2)
+    return fleet, json.loads(line)["url"]
+
+
+def stop_fleet(fleet: subprocess.Popen[bytes]) -> None:
+    fleet.terminate()
     try:
-        line = fleet.stdout.readline()
-        if not line:
-            return 2
+        fleet.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(fleet.pid, signal.SIGKILL)
+        fleet.wait()
+
+
+def profile_worker(path: Path) -> int:
+    """One worker on one core, as each of those compared is."""
+    fleet, url = start_fleet(["--colocated", "1"])
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        ready = json.loads(line)
-        worker = next(each["url"] for each in ready["processes"] if each["role"] == "both")
-        command = [*KVBATON, "profile", worker, "--fleet", ready["url"], "--workers", "2", "--realtime", "--with-link"]
-        command += ["--prefill-tokens", "16,32,64,128,256,512", "--cached-tokens", "0,256", "--contexts", "64,384"]
-        command += ["--batches", "1,2,4,8,16,32", "--max-repeats", "6", "--budget", "60", "--out", str(path)]
-        return subprocess.run(command, check=False).returncode
+        command = [*KVBATON, "profile", url, "--with-link", "--out", str(path)]
+        command += ["--prefill-tokens", "32,64,128,256,512,1024", "--cached-tokens", "0,256", "--contexts", "64,384"]
+        return subprocess.run([*command, "--batches", "1,2,4,8,16,32", "--max-repeats", "6"], check=False).returncode
     finally:
-        fleet.terminate()
+        stop_fleet(fleet)
+
+
+def search_goodput(directory: Path) -> int:
+    """Two workers in either arrangement, each searched apart."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, flags in (("colocated", ["--colocated", "2"]), ("split", ["--prefill", "1", "--decode", "1"])):
+        fleet, url = start_fleet([*flags, "--threshold-tokens", "64"])
         try:
-            fleet.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(fleet.pid, signal.SIGKILL)
-            fleet.wait()
+            command = [*KVBATON, "bench", url, "--goodput", *GOODPUT, "--json", "--quiet"]
+            done = subprocess.run(command, check=False, stdout=subprocess.PIPE)
+        finally:
+            stop_fleet(fleet)
+        if done.returncode:
+            return 2
+        (directory / f"{name}.json").write_bytes(done.stdout)
+        print(f"{name}: {done.stdout.decode().strip()[:2000]}", file=sys.stderr)
+    return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("profile", *COMPARISONS))
+    parser.add_argument("what", choices=("profile", *COMPARISONS, "goodput"))
     parser.add_argument("--small", action="store_true", help="a minute; to see that it works")
     parser.add_argument("--profile", type=Path, default=Path("docs/reports/worker-profile.json"))
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started ends with us
-    return profile_worker(given.profile) if given.what == "profile" else compare(given.what, given.small, given.profile)
+    if given.what == "profile":
+        return profile_worker(given.profile)
+    if given.what == "goodput":
+        return search_goodput(Path("docs/reports/goodput"))
+    return compare(given.what, given.small, given.profile)
 
 
 if __name__ == "__main__":
