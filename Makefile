@@ -43,6 +43,13 @@ test-slow: $(VENV)/.tested ## soak, 10,000-step state machines, full equality
 test-peer: $(VENV)/.tested ## tests against other engines (`make peers` first)
 	@$(VENV)/bin/python -m pytest -q -m peer --timeout 3600 $(ARGS)
 
+# One fleet after the other, in one process: each takes both cores and 4 GB. The tests end what they started, or fail.
+.PHONY: test-vllm
+test-vllm: $(VENV)/.tested ## fleets of real vLLM: equality, KV moved, aborts, kills, `compare`; installs it apart (4 GB)
+	@$(VENV)/bin/python -m benchmarks.peers.install vllm
+	@$(VENV)/bin/python -m pytest -q -m peer -p no:cacheprovider --timeout 3600 -o faulthandler_timeout=0 \
+		tests/integration/test_vllm_fleet.py tests/integration/test_vllm_colocated.py $(ARGS)
+
 lint: $(VENV)/.linted ## style, layers, types
 	@$(VENV)/bin/ruff check -q .
 	@$(VENV)/bin/ruff format -q --check .

@@ -1,0 +1,137 @@
+"""Real vLLM servers behind the router, one that prefills and one that decodes; `make test-vllm`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from integration.vllm_fleet import MAX_CONTEXT, PYTHON, TEXTS, VllmFleet, running, text_of, until
+from openai.types import Completion
+
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` installs vLLM"),
+]
+BLOCK = 128  # tokens, of vLLM on a CPU
+KV_BYTES = 30 * 2 * 3 * 64 * 4  # of one token: layers, K and V, heads, dimension, float32
+
+
+@pytest.fixture(scope="module")
+def split(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFleet]:
+    with running(default_model_path, tmp_path_factory.mktemp("split"), "--prefill", "1", "--decode", "1") as fleet:
+        yield fleet
+
+
+def test_answers_are_those_of_one_server_and_the_kv_moved(split: VllmFleet) -> None:
+    decode = split.server("decode-0")
+    before = decode.figure("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+    bytes_before = decode.figure("vllm:nixl_bytes_transferred_sum")
+    num_moved = 0
+    for text in TEXTS:
+        answer = split.complete(prompt=text, logprobs=1)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-kvbaton-decision"] == "remote", answer.headers
+        alone = split.complete("prefill-0", prompt=text, logprobs=1)
+        assert "x-kvbaton-decision" not in alone.headers
+        assert answer.json()["choices"][0]["logprobs"]["tokens"] == alone.json()["choices"][0]["logprobs"]["tokens"]
+        assert text_of(answer) == text_of(alone)
+        num_moved += answer.json()["usage"]["prompt_tokens"] // BLOCK * BLOCK
+    until(
+        "the decode server says whence its prompts came",
+        lambda: (
+            decode.figure("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") >= before + num_moved
+        ),
+    )
+    assert num_moved >= len(TEXTS) * BLOCK
+    assert decode.figure("vllm:nixl_bytes_transferred_sum") - bytes_before >= num_moved * KV_BYTES
+    computed = decode.figure("vllm:prompt_tokens_by_source_total", source="local_compute")
+    assert computed <= len(TEXTS) * BLOCK, "it computed at most what does not fill a block"
+
+
+def test_the_router_knows_what_each_server_caches(split: VllmFleet) -> None:
+    text = "What was said before is known to those who listened. " * 30
+    first = split.complete(prompt=text).json()["usage"]
+    num_blocks = first["prompt_tokens"] // BLOCK
+    members = until(
+        "events arrive",
+        lambda: (
+            (found := split.members())
+            and all(one["prefix_index"]["num_blocks"] >= num_blocks for one in found.values())
+            and found
+        ),
+    )
+    assert {one["prefix_index"]["trust"] for one in members.values()} == {"fresh"}
+    again = split.complete(prompt=text).json()["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] >= num_blocks * BLOCK - BLOCK
+    other = split.complete(prompt=text, cache_salt="another tenant").json()["usage"]
+    assert not other["prompt_tokens_details"]["cached_tokens"], "a salt shares nothing"
+
+
+def test_a_stream_says_the_same_and_what_it_took(split: VllmFleet) -> None:
+    client = openai.OpenAI(base_url=split.url + "/v1", api_key="none", max_retries=0, timeout=600)
+    whole = split.complete(prompt=TEXTS[0], max_tokens=16).json()
+    parts: list[Completion] = list(
+        client.completions.create(
+            model="m",
+            prompt=TEXTS[0],
+            max_tokens=16,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(part.choices[0].text for part in parts if part.choices) == whole["choices"][0]["text"]
+    assert sum(bool(part.choices and part.choices[0].text) for part in parts) > 3, "it came in parts"
+    usage = parts[-1].usage
+    assert usage is not None and usage.completion_tokens == 16
+    assert usage.prompt_tokens == whole["usage"]["prompt_tokens"]
+    chat = client.chat.completions.create(
+        model="m",
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=20,
+        temperature=0,
+    )
+    assert "Paris" in str(chat.choices[0].message.content)
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_leaving_ends_the_work_on_both_servers(split: VllmFleet, name: str) -> None:
+    """While the prompt is computed, and in the middle of the answer."""
+    prompt = [1000 + index for index in range(MAX_CONTEXT - 64)] if name == "prefill-0" else TEXTS[1]
+    body = {"model": "m", "prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True, "cache_salt": name}
+    server = split.server(name)
+    aborted = {"name": "vllm:request_success_total", "finished_reason": "abort"}
+    before = server.figure(**aborted)
+    with split.leaving(body):
+        until(f"{name} works on it", lambda: server.figure("vllm:num_requests_running"))
+    until(f"{name} ends it", lambda: server.figure(**aborted) > before)
+    for one in ("prefill-0", "decode-0"):
+        until(f"{one} is idle", lambda one=one: not split.server(one).figure("vllm:num_requests_running"))
+        until(f"{one} queues nothing", lambda one=one: not split.server(one).figure("vllm:num_requests_waiting"))
+    assert split.complete(prompt=TEXTS[2]).status_code == 200
+
+
+def test_wrong_requests_are_the_clients_fault(split: VllmFleet) -> None:
+    too_long = split.complete(prompt=list(range(100, 100 + MAX_CONTEXT + 1)))
+    assert too_long.status_code == 400 and too_long.json()["error"]["param"], too_long.text
+    assert split.complete(prompt="x", n=0).status_code == 400
+    assert split.complete(prompt="x", model="other").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_server_that_dies_is_made_up_for_and_comes_back(split: VllmFleet, name: str) -> None:
+    split.server(name).process.kill()
+    answer = split.complete(prompt=TEXTS[0])
+    assert answer.status_code == 200, answer.text
+    until("the worker is gone", lambda: split.members()[name]["state"] != "up")
+    answer = split.complete(prompt=TEXTS[1])
+    assert answer.status_code == 200 and answer.headers["x-kvbaton-decision"] != "remote"
+    until("it is back", lambda: all(one["state"] == "up" for one in split.members().values()))
+    split.refresh()
+    answer = split.complete(prompt=TEXTS[2], cache_salt=name)
+    assert answer.headers["x-kvbaton-decision"] == "remote" and answer.status_code == 200
+    decode = split.server("decode-0")
+    assert until("bytes moved again", lambda: decode.figure("vllm:nixl_bytes_transferred_sum"))
