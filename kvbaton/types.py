@@ -92,6 +92,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     # So many tokens at the end of the prompt are output that was sampled before, on a worker that failed: the sampler
     # goes on behind them. ``sampling`` says what is still to come, as if this request began here.
     num_resumed_tokens: int = 0
+    traceparent: str = ""  # whose child this work is, in W3C's form; empty: nobody records it
 
 
 class Fingerprint(msgspec.Struct, frozen=True):

@@ -31,6 +31,7 @@ VERBS: dict[str, str] = {
     "link": "kvbaton.cli.bench_commands",
     "route": "kvbaton.cli.route_commands",
     "deploy": "kvbaton.cli.deploy_commands",
+    "timeline": "kvbaton.cli.timeline_commands",
     "drill": "kvbaton.cli.drill_commands",
 }
 

@@ -53,12 +53,14 @@ def router_command(
     from kvbaton.engine.weights import default_model_dir
     from kvbaton.observe.log import configure
     from kvbaton.observe.ratio import read_band
+    from kvbaton.observe.tracing import RECORDER
     from kvbaton.router.gateway import Served
     from kvbaton.router.process import run_router
     from kvbaton.ui.page import open_page
     from kvbaton.ui.state import Aims
 
     configure("router", log_level)
+    RECORDER.configure("kvbaton-router")
     model_dir = Path(fleet.model.dir) if fleet.model.dir else default_model_dir()
     served = Served(fleet.model.name or model_dir.name, Tokenizer.load(model_dir))
     report = child.reporter(report_fd, as_json, "router")
@@ -70,4 +72,7 @@ def router_command(
     async def work(stop: asyncio.Event) -> bool:
         return await run_router(served, fleet.workers, fleet.router, key, stop, report, page)
 
-    return child.run(work, tied, uvloop=True)
+    try:
+        return child.run(work, tied, uvloop=True)
+    finally:
+        RECORDER.close()

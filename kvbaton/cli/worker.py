@@ -35,9 +35,11 @@ def worker_command(
     child.stay_on(fleet.worker.cores)
     # Imported late: everything heavy comes after the cores are chosen.
     from kvbaton.observe.log import configure
+    from kvbaton.observe.tracing import RECORDER
     from kvbaton.workers.process import StoppedEarly, run_worker
 
     configure(f"worker-{fleet.worker.role}", log_level)
+    RECORDER.configure(f"kvbaton-{fleet.worker.role}")
     report = child.reporter(report_fd, as_json, f"{fleet.worker.role} worker")
 
     async def work(stop: asyncio.Event) -> bool:
@@ -46,4 +48,7 @@ def worker_command(
         except StoppedEarly:
             child.end_at_once(0)
 
-    return child.run(work, tied)
+    try:
+        return child.run(work, tied)
+    finally:
+        RECORDER.close()

@@ -7,6 +7,7 @@ bucket of a duration covers the longest request. Knows nothing about what is mea
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
@@ -14,7 +15,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from kvbaton.observe.metric import RATIOS, SECONDS, TOKENS, Metric, Where
@@ -293,20 +296,26 @@ METRICS: tuple[Metric, ...] = (
 class _Distribution:
     """One series of a histogram."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+        self.exemplars: dict[int, Exemplar] = {}  # the last of each bucket that a trace has
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def cumulated(self) -> list[tuple[str, float]]:
+    def observe_traced(self, value: float, trace_id: str) -> None:
+        self.observe(value)
+        self.exemplars[bisect_left(self.bounds, value)] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+    def cumulated(self) -> list[Any]:
         edges = [*map(floatToGoString, self.bounds), "+Inf"]
-        return list(zip(edges, map(float, accumulate(self.counts)), strict=True))
+        found = list(zip(edges, map(float, accumulate(self.counts)), strict=True))
+        return [(*each, self.exemplars.get(index)) for index, each in enumerate(found)] if self.exemplars else found
 
 
 class Metrics:
@@ -318,6 +327,7 @@ class Metrics:
 
     def __init__(self, where: Where, role: str = "", stats: Callable[[], Any] | None = None) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
+        self._has_exemplars = False
         self._declared = {m.name: m for m in METRICS if m.where == where and not m.stat}
         # A metric without labels is there from the start, with zero.
         self._numbers: dict[str, dict[tuple[str, ...], float]] = {
@@ -347,8 +357,12 @@ class Metrics:
             self._check(name, labels)
         series[labels] = value
 
-    def observe(self, name: str, *labels: str, value: float) -> None:
-        self._distribution(name, labels).observe(value)
+    def observe(self, name: str, *labels: str, value: float, trace_id: str = "") -> None:
+        if trace_id:
+            self._has_exemplars = True
+            self._distribution(name, labels).observe_traced(value, trace_id)
+        else:
+            self._distribution(name, labels).observe(value)
 
     def observer(self, name: str, *labels: str) -> Callable[[float], None]:
         """The bound observation of one series, for places that run once per token."""
@@ -388,6 +402,12 @@ class Metrics:
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
+
+    def answer(self, accept: bytes) -> tuple[bytes, bytes]:
+        """(body, content type) for a scraper: exemplars exist only in OpenMetrics, for those who ask for it."""
+        if self._has_exemplars and b"application/openmetrics-text" in accept:
+            return openmetrics.generate_latest(self._registry), openmetrics.CONTENT_TYPE_LATEST.encode()
+        return self.exposition(), CONTENT_TYPE
 
 
 class _NumbersCollector(Collector):
@@ -437,7 +457,8 @@ def render_markdown() -> str:
         "# Metrics",
         "",
         "Generated from the table in `kvbaton/observe/metrics.py`; a test compares the two. The router and every",
-        "worker serve theirs at `GET /metrics` in the Prometheus text format.",
+        "worker serve theirs at `GET /metrics` in the Prometheus text format; where requests are traced, scrapers that",
+        "ask for OpenMetrics get trace ids as exemplars ([operations.md](operations.md), Traces).",
     ]
     for where in ("router", "worker"):
         lines += ["", f"## {where.capitalize()}", "", "| name | kind | labels | meaning |", "|---|---|---|---|"]

@@ -23,8 +23,9 @@ from kvbaton.clock import Clock
 from kvbaton.config import MemberSettings, RouterSettings
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.observe.log import event as log_event
-from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
+from kvbaton.observe.metrics import Metrics
 from kvbaton.observe.ratio import RatioGauges, read_band
+from kvbaton.observe.tracing import RECORDER, TRACE_PATH, TRACEPARENT, watch
 from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Call, Dispatcher, Flight
 from kvbaton.router.explain import brief
@@ -34,6 +35,7 @@ from kvbaton.router.policy import RequestView
 from kvbaton.router.prefix_index import PromptChains
 from kvbaton.router.registry import Registry
 from kvbaton.router.rollout import Rollout, bucket
+from kvbaton.router.traced import RouterTrace
 from kvbaton.router.wishes import read_wishes
 from kvbaton.types import LocalError
 from kvbaton.workers.http import (
@@ -106,6 +108,7 @@ class Gateway:
         self._changes = FleetChanges(registry, key, clock)
         self.drain_requested = asyncio.Event()
         self.page: Page | None = None  # at /ui; None: it is switched off
+        self._traces: dict[str, RouterTrace] = {}  # of open requests that are recorded
 
     async def drain(self, deadline_s: float) -> bool:
         """Unready at once; open requests may end until the deadline, then they end with an error."""
@@ -147,6 +150,8 @@ class Gateway:
             received_s=self._clock.now_s(),
             response_headers=[(b"x-kvbaton-request-id", request_id.encode())],
         )
+        if RECORDER.on and (begun := RECORDER.begin(exchange.headers.get(TRACEPARENT))) is not None:
+            self._traces[request_id] = RouterTrace(*begun, flight.received_s)
         gauge = "kvbaton_router_inflight_requests"
         failure: ApiError | None = None
         try:
@@ -162,6 +167,8 @@ class Gateway:
                     self._record(flight, endpoint, failure)
         finally:
             self._metrics.set(gauge, value=self.open.num)
+            if self._traces:
+                self._traces.pop(request_id, None)
 
     async def _fly(self, flight: Flight, endpoint: Endpoint, claim: Claim) -> ApiError | None:
         """Serve it; the error that was answered, if one was."""
@@ -235,6 +242,8 @@ class Gateway:
             and len(value) <= _MAX_FORWARDED_BYTES
             and value.isascii()
         }
+        if self._traces and (trace := self._traces.get(flight.request_id)) is not None:
+            forwarded["traceparent"] = trace.call.header
         rolling = self._dispatcher.policy.disagg_percent < 100
         return Call(
             path=flight.exchange.path,
@@ -265,11 +274,18 @@ class Gateway:
         """The one log line and the counters of a request."""
         now_s = self._clock.now_s()
         metrics, report, reason, outcome = self._metrics, flight.report, flight.reason, flight.lifecycle.outcome
+        trace_id = ""
+        if self._traces and (trace := self._traces.pop(flight.request_id, None)) is not None:
+            trace_id = trace.context.trace_id
+            trace.end(flight, endpoint, failure.code or "error" if failure and outcome == "error" else "", now_s)
         metrics.add("kvbaton_router_requests_total", endpoint, reason, outcome)
         if flight.first_byte_s is not None:
-            metrics.observe("kvbaton_router_ttft_seconds", reason, value=flight.first_byte_s - flight.received_s)
+            waited_s = flight.first_byte_s - flight.received_s
+            metrics.observe("kvbaton_router_ttft_seconds", reason, value=waited_s, trace_id=trace_id)
         if outcome == "ok":
-            metrics.observe("kvbaton_router_request_seconds", reason, value=now_s - flight.received_s)
+            metrics.observe(
+                "kvbaton_router_request_seconds", reason, value=now_s - flight.received_s, trace_id=trace_id
+            )
         if report is not None:
             self._count_tokens(flight, report)
             ttft_s = None
@@ -330,7 +346,7 @@ class Gateway:
         self._registry.export()
         self._dispatcher.export()
         self._ratio.export(self._metrics, self._clock.now_s())
-        await exchange.answer_text(self._metrics.exposition(), CONTENT_TYPE)
+        await exchange.answer_text(*self._metrics.answer(exchange.headers.get(b"accept", b"")))
 
     def _card(self) -> dict[str, object]:
         return model_card(self._model_name, self._created_s, self._registry.max_context)
@@ -401,6 +417,8 @@ class Gateway:
                     raise bad_request(str(error), "disagg_percent") from None
                 self._dispatcher.roll_out(rollout)
                 await exchange.answer(200, _ENCODER.encode(rollout))
+            case "GET", path if path == TRACE_PATH:
+                await exchange.answer(200, await exchange.until_disconnect(watch(exchange.query)))
             case "POST", "/internal/drain":
                 self.state = "draining"
                 self.drain_requested.set()

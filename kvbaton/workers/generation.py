@@ -31,6 +31,7 @@ from kvbaton.workers.protocol import (
     Worker,
     WorkerEvent,
 )
+from kvbaton.workers.traced import WorkerTrace
 
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
@@ -50,7 +51,7 @@ class Host(Protocol):
         """What the client is told; logged as its kind deserves."""
         ...
 
-    def observe(self, report: RequestReport) -> None: ...
+    def observe(self, report: RequestReport, trace_id: str = "") -> None: ...
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Generation:
         self._admitted: dict[int, Admitted] = {}
         self._finished: list[Finished] = []
         self._write_lock = asyncio.Lock()
+        self.trace: WorkerTrace | None = None
 
     def _resume(self, resumed: tuple[ResumedSequence, ...]) -> None:
         """Bring text, stop strings, counts and sequences to where the client is."""
@@ -189,11 +191,15 @@ class Generation:
         if not isinstance(finished, Finished):
             return  # a worker that could not say what the sequence took until here
         self._finished.append(finished)
+        if self.trace is not None:
+            self.trace.finished(index, finished)
         if finished.num_cached_tokens is not None and index % self._request.n == 0 and not self._resumed:
             self._answer.usage.num_cached_tokens += finished.num_cached_tokens - self._admitted[index].num_cached_tokens
 
     def _admit(self, index: int, admitted: Admitted) -> None:
         self._admitted[index] = admitted
+        if self.trace is not None:
+            self.trace.admitted(index, admitted)
         if index % self._request.n == 0 and not self._resumed:  # each prompt counts once, however many choices it has
             self._answer.usage.num_prompt_tokens += admitted.num_prompt_tokens
             self._answer.usage.num_cached_tokens += admitted.num_cached_tokens
@@ -225,7 +231,7 @@ class Generation:
 
     async def _complete(self) -> None:
         report = self._report()
-        self._host.observe(report)
+        self._host.observe(report, self.trace.context.trace_id if self.trace is not None else "")
         if self._request.stream:
             # The last part in one write, so that the router finds our comment at a known place.
             comment = REPORT_PREFIX + _ENCODER.encode(report) + b"\n\n" if self._internal is not None else b""

@@ -34,6 +34,7 @@ from kvbaton.transfer.wire import Identity
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, Role, TokenOutput
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
+from kvbaton.workers.traced import traced
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -119,7 +120,7 @@ class _Backend:
                 case Failed():
                     sink.on_error(event.error)
 
-        self._engine.prefill(request, forward)
+        self._engine.prefill(request, traced(request, forward) if request.traceparent else forward)
 
     def release(self, request_id: str) -> None:
         self._engine.release(request_id)

@@ -15,13 +15,16 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from kvbaton import __version__
 from kvbaton.clock import Clock, MonotonicClock
-from kvbaton.observe.metrics import CONTENT_TYPE, Metrics
+from kvbaton.observe.metrics import Metrics
+from kvbaton.observe.tracing import RECORDER, TRACE_PATH, TRACEPARENT, watch
 from kvbaton.types import Fingerprint
 from kvbaton.workers.generation import Generation, Identity
 from kvbaton.workers.http import (
@@ -55,6 +58,7 @@ from kvbaton.workers.protocol import (
 )
 from kvbaton.workers.role_change import MAX_BODY_BYTES as MAX_CHANGE_BYTES
 from kvbaton.workers.role_change import change_role, decode_drain
+from kvbaton.workers.traced import WorkerTrace
 
 log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
@@ -149,6 +153,10 @@ class WorkerServer:
                 if self._kv_events is None:
                     raise not_found(exchange.path)
                 await self._kv_events.answer(exchange)
+            case path if path == TRACE_PATH:
+                self._need(exchange, "GET")
+                self._authorize(exchange)
+                await exchange.answer(200, await exchange.until_disconnect(watch(exchange.query)))
             case "/internal/role":
                 self._need(exchange, "POST")
                 self._authorize(exchange)
@@ -172,7 +180,7 @@ class WorkerServer:
                 answer = self.version()
             case "/metrics":
                 self._need(exchange, "GET")
-                await exchange.answer_text(self.metrics.exposition(), CONTENT_TYPE)
+                await exchange.answer_text(*self.metrics.answer(exchange.headers.get(b"accept", b"")))
                 return
             case "/internal/info":
                 self._authorize(exchange)
@@ -262,9 +270,33 @@ class WorkerServer:
             request = with_internal(request, internal)
         sequences = resolve(request, prompts, self.worker.tokenizer, self.max_context, request_id, self._eos_token_ids)
         identity = Identity(request_id, echo, options.request_timeout_s)
+        trace = self._trace(exchange, internal) if RECORDER.on else None
+        if trace is not None:
+            sequences = trace.follow(sequences)
         generation = Generation(self, exchange, request, internal, identity, sequences)
+        generation.trace = trace
         with self._unique(internal):
-            return await exchange.until_disconnect(generation.run())
+            if trace is None:
+                return await exchange.until_disconnect(generation.run())
+            return await self._traced(trace, exchange.until_disconnect(generation.run()))
+
+    @staticmethod
+    def _trace(exchange: Exchange, internal: InternalRequest | None) -> WorkerTrace | None:
+        """A router has decided already: what it sends without a trace is not recorded."""
+        given = exchange.headers.get(TRACEPARENT)
+        begun = RECORDER.begin(given) if given is not None or internal is None else None
+        return None if begun is None else WorkerTrace(*begun)
+
+    async def _traced(self, trace: WorkerTrace, work: Coroutine[Any, Any, str]) -> str:
+        outcome = "cancelled"
+        try:
+            outcome = await work
+            return outcome
+        except ApiError:
+            outcome = "error"
+            raise
+        finally:
+            trace.end(self.worker.role, outcome)
 
     @staticmethod
     def _internal(request: ApiRequest) -> InternalRequest | None:
@@ -293,14 +325,14 @@ class WorkerServer:
             return tokenize(*arguments)
         return await asyncio.to_thread(tokenize, *arguments)
 
-    def observe(self, report: RequestReport) -> None:
+    def observe(self, report: RequestReport, trace_id: str = "") -> None:
         """Phase times of one finished request."""
-        role, path = self.worker.role, report.path
-        self.metrics.observe("kvbaton_worker_queue_seconds", role, path, value=report.queue_s)
-        self.metrics.observe("kvbaton_worker_prefill_seconds", role, path, value=report.prefill_s)
+        role, path, observe = self.worker.role, report.path, self.metrics.observe
+        observe("kvbaton_worker_queue_seconds", role, path, value=report.queue_s, trace_id=trace_id)
+        observe("kvbaton_worker_prefill_seconds", role, path, value=report.prefill_s, trace_id=trace_id)
         if report.transfer_bytes:
-            self.metrics.observe("kvbaton_worker_transfer_seconds", role, value=report.transfer_s)
-            self.metrics.observe("kvbaton_worker_exposed_transfer_seconds", role, value=report.exposed_s)
+            observe("kvbaton_worker_transfer_seconds", role, value=report.transfer_s, trace_id=trace_id)
+            observe("kvbaton_worker_exposed_transfer_seconds", role, value=report.exposed_s, trace_id=trace_id)
 
 
 def model_card(name: str, created_s: int, max_context: int) -> dict[str, object]:
