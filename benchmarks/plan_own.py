@@ -1,67 +1,90 @@
-"""The simulator against our own engine: replay the runs that were measured, from a profile, and state the error.
+"""The simulator against comparisons of our own engine: the very runs that ``kvbaton compare`` kept, simulated anew.
 
-    python -m benchmarks.plan_own PROFILE.json RUN.jsonl [--prefill 1 --decode 1 | --colocated 2] [--threshold 64]
+    python -m benchmarks.plan_own [--profile FILE] [DIR ...]    a few seconds for each comparison
 
-RUN.jsonl has a request a line with arrival_s, prompt_tokens, output_tokens, ttft_s, tpot_s (0 for one token), e2e_s, as
-the raw samples of ``kvbaton bench`` give them. Nothing is fitted here: the profile was measured before the run.
-Exit code 1 if TTFT, TPOT or end-to-end mean is off by more than 25%.
+DIR is what ``kvbaton compare --out DIR`` wrote; without any, the two kept ones of docs/reports. Nothing is fitted
+here: the profile (``kvbaton profile --fleet``, ``benchmarks.reports profile``) was measured apart from the runs. The
+same errors are in the report of a comparison that was given ``--profile``. Exit code 1 if a figure of either arm is off
+by more than 25%; 2 if there is nothing to compare.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from kvbaton.plan.calibrate import STATISTICS, Run, errors_of
+import msgspec
+
+from kvbaton.bench.arms import Arm
+from kvbaton.bench.cost import Fleet
+from kvbaton.bench.prediction import Prediction, predict
+from kvbaton.bench.samples import Run, read_run
 from kvbaton.plan.profile_file import ProfileFile, read_profile
-from kvbaton.plan.sim import simulate
-from kvbaton.plan.sim_spec import FleetSpec, HandoffSpec, PoolSpec
-from kvbaton.plan.workload import Trace, TraceRequest
-from kvbaton.router.policy import PolicyConfig
-from kvbaton.types import LocalError
+from kvbaton.types import KvbatonError
 
 LIMIT = 0.25
+REPORTS = Path("docs/reports")
 
 
-def read_run(path: Path) -> Run:
-    rows = sorted((json.loads(line) for line in path.read_text().splitlines() if line.strip()),
-                  key=lambda row: row["arrival_s"])  # fmt: skip
-    requests = tuple(TraceRequest(row["arrival_s"], row["prompt_tokens"], row["output_tokens"]) for row in rows)
-    ttft, tpot, e2e = (tuple(float(row[name]) for row in rows) for name in ("ttft_s", "tpot_s", "e2e_s"))
-    return Run(path.stem, Trace(path.stem, requests), ttft, tpot, e2e)
+class _Arm(msgspec.Struct):
+    name: str
+    runs: str  # the command, or an address
+    fleet: Fleet
 
 
-def fleet_of(profile: ProfileFile, prefill: int, decode: int, threshold: int) -> FleetSpec:
-    """The measured workers, split or colocated (``prefill`` 0)."""
-    worker = profile.worker_spec()
-    if not prefill:
-        return FleetSpec((PoolSpec("both", decode, worker),), admission_s=profile.admission_s)
-    if profile.link is None:
-        raise LocalError("the profile has no link", field="profile.link", fix="run kvbaton profile with two workers")
-    handoff = HandoffSpec(profile.link, profile.worker.token_bytes, profile.worker.num_layers,
-                          control_s=profile.control_s)  # fmt: skip
-    pools = (PoolSpec("prefill", prefill, worker), PoolSpec("decode", decode, worker))
-    return FleetSpec(pools, handoff, PolicyConfig(threshold_tokens=threshold), profile.admission_s)
+class _ArmRun(msgspec.Struct):
+    arm: str
+    rate_per_s: float
+    samples_file: str
+
+
+class _Report(msgspec.Struct):
+    arms: dict[str, _Arm]
+    runs: list[_ArmRun]
+
+
+def errors(directory: Path, profile: ProfileFile) -> Iterator[Prediction]:
+    """Every figure of every arm at every rate that the comparison kept."""
+    report = msgspec.json.decode((directory / "report.json").read_bytes(), type=_Report)
+    for style, said in report.arms.items():
+        command = shlex.split(said.runs)
+        if command[:2] == ["kvbaton", "up"]:
+            arm = Arm(said.name, style, said.fleet, up=tuple(command[2:]))
+        else:
+            arm = Arm(said.name, style, said.fleet, url=said.runs)
+        by_rate: dict[float, list[Run]] = {}
+        for run in report.runs:
+            if run.arm == said.name:
+                by_rate.setdefault(run.rate_per_s, []).append(read_run(directory / "samples" / run.samples_file))
+        for rate, runs in by_rate.items():
+            found, notes = predict(arm, rate, runs, profile)
+            yield from found
+            for note in notes:
+                print(f"  {said.name}: {note}", file=sys.stderr)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("profile", type=Path)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--prefill", type=int, default=1)
-    parser.add_argument("--decode", type=int, default=1)
-    parser.add_argument("--colocated", type=int)
-    parser.add_argument("--threshold", type=int, default=64)
+    parser.add_argument("--profile", type=Path, default=REPORTS / "worker-profile.json")
+    parser.add_argument("directories", nargs="*", type=Path)
     options = parser.parse_args()
-    profile, run = read_profile(options.profile), read_run(options.run)
-    prefill, decode = (0, options.colocated) if options.colocated else (options.prefill, options.decode)
-    result = simulate(fleet_of(profile, prefill, decode, options.threshold), run.trace)
-    errors = dict(zip(STATISTICS, errors_of(run, result), strict=True))
-    print(f"{result.label}, profile of {profile.origin.engine} {profile.origin.engine_version}: "
-          + "  ".join(f"{name} {error * 100:+.1f}%" for name, error in errors.items()))  # fmt: skip
-    return int(any(abs(errors[f"{what} mean"]) > LIMIT for what in ("TTFT", "TPOT", "E2E")))
+    worst = 0.0
+    try:
+        profile = read_profile(options.profile)
+        for directory in options.directories or [REPORTS / "long-prompts", REPORTS / "short-prompts"]:
+            print(f"{directory}, simulated from {options.profile}")
+            for each in errors(directory, profile):
+                worst = max(worst, abs(each.error))
+                print(f"  {each.arm:14} {each.rate_per_s:4g}/s  {each.name:9} simulated {each.predicted_ms:7.1f} ms  "
+                      f"measured {each.measured_ms:7.1f} ms  {each.error:+.0%}")  # fmt: skip
+    except (KvbatonError, OSError, msgspec.MsgspecError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"worst {worst:.0%}, the limit is {LIMIT:.0%}")
+    return int(worst > LIMIT)
 
 
 if __name__ == "__main__":

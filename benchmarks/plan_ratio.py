@@ -35,7 +35,7 @@ from kvbaton.router.policy import PolicyConfig
 NODES = 16
 LIMITS = Limits(ttft_s=10.0, tbt_s=0.1)
 FITTED = ("fixed_s", "per_context_s")
-FITTED_AT = (5, 8, 11)  # prefill nodes
+FITTED_AT = (6, 8, 11)  # prefill nodes; with five the printed fleet kept up and ours does not
 WANTED = 0.9  # of the requests, when the rate is raised
 BLOCK_TOKENS = 512
 
@@ -141,7 +141,7 @@ def main() -> int:
 
 
 def azure(data: Path, name: str) -> Trace:
-    return read_trace(data / "azure-llm-2023" / f"AzureLLMInferenceTrace_{name}.csv").head(4_000)
+    return read_trace(data / "azure-llm-2023" / f"AzureLLMInferenceTrace_{name}.csv").head(2_000)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A running worker's step times and its goodput by phase, measured from outside over its HTTP door.
 
 Prefill: prompts alone, of several lengths, fresh and on top of a cached context; the time to their one token. Decode:
-several streams at once at several context lengths; the gap between tokens while all of them run.
+several streams at once at several context lengths; the gap between tokens while all of them run. Mixed: a prompt comes
+into running streams; the gap of theirs that ends with its first token is the step that held both.
 
 Rows are measured in rounds, every round in another order, so that a drift of the machine does not sit on one kind of
 row. A row is measured again until its median is known to within ``stable_within``, or the rounds are used up. Samples
@@ -28,21 +29,29 @@ import numpy as np
 from kvbaton.bench.client import ClientConfig, LoadClient, PlannedRequest
 from kvbaton.bench.goodput import Goodput
 from kvbaton.bench.goodput_run import search_goodput
+from kvbaton.bench.profile_fit import (
+    DecodeRow,
+    Fit,
+    MixedRow,
+    PrefillRow,
+    fit_steps,
+    half_width,
+    joint_steps,
+    mixed_steps,
+    undisturbed,
+)
 from kvbaton.bench.prompts import PromptBuilder
 from kvbaton.bench.runner import load_tokenizer, origin_of, served_model
 from kvbaton.bench.samples import ClientReport, RequestSample
 from kvbaton.bench.stats import Gates
 from kvbaton.bench.workload import LoadSpec
-from kvbaton.plan.least_squares import relative_nonnegative
-from kvbaton.plan.step_time import StepModel, pairs
 from kvbaton.types import LocalError, RemoteError
 
 Tell = Callable[[str], None]
-NUM_FOLDS = 5
 # A client that turned this late saw what it measures late.
 LATE_MS = 5.0
-# Of the median, in standard deviations as the median deviation gives them: beyond it a sample is no noise.
-OUTLIER = 4.0
+MIXED_STREAM = 32  # prompt tokens of the streams that prompts come into
+MIXED_PROMPTS = 3  # in each sample of a mixed row
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class ProfileSpec:
     max_repeats: int = 8  # of rows that are not stable by then
     budget_s: float = 120.0  # beyond ``repeats``, no further round that would end later
     stable_within: float = 0.02  # half width of what the median of a row is known to, relative
+    mixed_batches: tuple[int, ...] | None = None  # streams that prompts come into; None: two of the larger batches
     decode_steps: int = 24
     chunk_tokens: int = 512  # the worker's step budget: a prompt longer than it takes several steps
     ttft_gate_s: float | None = None
@@ -71,35 +81,16 @@ class ProfileSpec:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class PrefillRow(msgspec.Struct, frozen=True):
-    """Median over the samples kept. ``cached`` is what the server says it found in its cache."""
-
-    tokens: int  # computed
-    cached: int
-    seconds: float
-    held_out: bool = False
-    num: int = 1  # samples kept
-    dropped: int = 0
-    half_width: float = 0.0  # what the median is known to, relative
-
-
-class DecodeRow(msgspec.Struct, frozen=True):
-    batch: int
-    context_tokens: int  # of all streams together, middle of the window
-    seconds: float  # of one step
-    held_out: bool = False
-    num: int = 1
-    dropped: int = 0
-    half_width: float = 0.0
+Kind = Literal["prefill", "decode", "mixed"]
 
 
 class _Wanted:
     """One row on its way: what to send, and what came of it."""
 
-    def __init__(self, kind: Literal["prefill", "decode"], size: int, context: int, held_out: bool) -> None:
-        self.kind: Literal["prefill", "decode"] = kind
+    def __init__(self, kind: Kind, size: int, context: int, held_out: bool) -> None:
+        self.kind: Kind = kind
         self.size = size  # tokens to compute, or streams
-        self.context = context
+        self.context = context  # of a mixed row: tokens of the prompt that comes
         self.held_out = held_out
         self.times: list[float] = []
         self.late: list[float] = []  # while the client was held up
@@ -118,42 +109,13 @@ class _Wanted:
         return len(kept) >= spec.repeats and half_width(kept) <= spec.stable_within
 
 
-def undisturbed(times: Sequence[float]) -> list[float]:
-    """Without those that lie too far from the median to be noise."""
-    if len(times) < 3:
-        return list(times)
-    middle = float(np.median(times))
-    spread = 1.4826 * float(np.median(np.abs(np.array(times) - middle)))
-    allowed = OUTLIER * max(spread, 0.005 * middle)
-    return [time for time in times if abs(time - middle) <= allowed]
-
-
-def half_width(times: Sequence[float]) -> float:
-    """What the median is known to, relative: 1.96 standard errors, from the median deviation."""
-    if len(times) < 2:
-        return float("inf")
-    middle = float(np.median(times))
-    spread = 1.4826 * float(np.median(np.abs(np.array(times) - middle)))
-    return 1.96 * 1.2533 * spread / len(times) ** 0.5 / middle
-
-
-class Fit(msgspec.Struct, frozen=True):
-    """``errors`` are relative, of rows predicted by a fit without them: the held-out rows, or each row in turn."""
-
-    model: StepModel
-    request_overhead_s: float
-    held_out_median: float
-    held_out_p90: float
-    held_out_max: float
-    errors: tuple[float, ...]
-
-
 class ProfileResult(msgspec.Struct, frozen=True):
     url: str
     model: str
     prefill: tuple[PrefillRow, ...]
     decode: tuple[DecodeRow, ...]
     fit: Fit
+    mixed: tuple[MixedRow, ...] = ()
     prefill_goodput: Goodput | None = None
     decode_goodput: Goodput | None = None
 
@@ -162,8 +124,8 @@ async def profile(spec: ProfileSpec, tell: Tell) -> ProfileResult:
     """A minute or so for a small model; the goodput searches take ``trials`` x ``trial_s`` each on top."""
     name = spec.model or (await served_model(spec.url, spec.headers))[0]
     probe = Probe(spec, name)
-    prefill, decode = await probe.rows(tell)
-    fit = fit_steps(prefill, decode, spec.chunk_tokens)
+    prefill, decode, mixed = await probe.rows(tell)
+    fit = fit_steps(prefill, decode, spec.chunk_tokens, mixed)
     tell(f"fit: held-out error median {fit.held_out_median:.1%}, worst {fit.held_out_max:.1%}")
     return ProfileResult(
         url=spec.url,
@@ -171,6 +133,7 @@ async def profile(spec: ProfileSpec, tell: Tell) -> ProfileResult:
         prefill=tuple(prefill),
         decode=tuple(decode),
         fit=fit,
+        mixed=tuple(mixed),
         prefill_goodput=await _phase_goodput(spec, name, "prefill", tell),
         decode_goodput=await _phase_goodput(spec, name, "decode", tell),
     )
@@ -187,8 +150,9 @@ class Probe:
             raise LocalError("profiling needs the model's tokenizer", field="tokenizer", fix="give --tokenizer DIR")
         self._builder = PromptBuilder(tokenized.codec, spec.seed, tokenized.count)
         self._num = 0
+        self._step_s = 0.03  # of the last decode row, to know how long streams must be
 
-    async def rows(self, tell: Tell) -> tuple[list[PrefillRow], list[DecodeRow]]:
+    async def rows(self, tell: Tell) -> tuple[list[PrefillRow], list[DecodeRow], list[MixedRow]]:
         """All rows, in rounds of changing order."""
         spec, chance = self._spec, Random(self._spec.seed)
         wanted = wanted_rows(spec)
@@ -206,7 +170,7 @@ class Probe:
             if number + 1 >= spec.repeats and ended_s + round_s > began_s + spec.budget_s:
                 tell(f"no time for another round within {spec.budget_s:g} s")
                 break
-        return self._prefill_rows(wanted, tell), self._decode_rows(wanted, tell)
+        return self._prefill_rows(wanted, tell), self._decode_rows(wanted, tell), self._mixed_rows(wanted, tell)
 
     async def _measure(self, each: _Wanted) -> None:
         if each.kind == "prefill":
@@ -216,6 +180,11 @@ class Probe:
             (sample,), report = await self._send([prompt], 1)
             found = ttft_of(sample)
             each.hits.append(sample.cached_tokens or 0)
+        elif each.kind == "mixed":
+            steps, report = await self._mixed(each)
+            if not steps:
+                return
+            found = float(np.median(steps))
         else:
             each.prompts = each.prompts or [self.prompt(each.context, 0) for _ in range(each.size)]
             # Prefill first, into the cache: else the first streams would be done before the last ones start.
@@ -224,7 +193,7 @@ class Probe:
             steps = joint_steps(samples)
             if not steps:
                 return
-            found = float(np.median(steps))
+            found = self._step_s = float(np.median(steps))
         late = max(report.lag_max_ms, report.loop_lag_max_ms) > LATE_MS
         (each.late if late else each.times).append(found)
 
@@ -255,13 +224,35 @@ class Probe:
             tell(f"decode batch {each.size} at context {middle}: {rows[-1].seconds * 1e3:.2f} ms{_said(rows[-1])}")
         return rows
 
+    async def _mixed(self, each: _Wanted) -> tuple[list[float], ClientReport]:
+        """Prompts that come into streams one after the other, at no fixed place of a step."""
+        starts_s = [0.8 + 0.37 * number for number in range(MIXED_PROMPTS)]
+        tokens = int((starts_s[-1] + 0.8) / self._step_s) + each.size
+        plan = [(0.0, self.prompt(MIXED_STREAM, 0), tokens) for _ in range(each.size)]
+        plan += [(at_s, self.prompt(each.context, 0), 1) for at_s in starts_s]
+        samples, report = await self.send_at(self._spec.url, plan)
+        streams, prompts = samples[: each.size], samples[each.size :]
+        found = mixed_steps(streams, prompts)
+        each.hits += [context for _, context in found]
+        return [seconds for seconds, _ in found], report
+
+    def _mixed_rows(self, wanted: Sequence[_Wanted], tell: Tell) -> list[MixedRow]:
+        rows = []
+        for each in wanted:
+            kept, dropped = each.kept if each.times or each.late else ([], 0)
+            if each.kind != "mixed" or not kept:
+                continue
+            context = int(np.median(each.hits)) + each.size * MIXED_STREAM
+            rows.append(MixedRow(each.size, each.context, context, float(np.median(kept)), len(kept), dropped,
+                                 half_width(kept)))  # fmt: skip
+            tell(
+                f"{each.size} streams and a prompt of {each.context}: {rows[-1].seconds * 1e3:.2f} ms{_said(rows[-1])}"
+            )
+        return rows
+
     def prompt(self, tokens: int, cached: int) -> list[int]:
         self._num += 1
         return self._builder.ids(tokens, str(self._num), (self._num,) if cached else (), cached)
-
-    @property
-    def path(self) -> str:
-        return self._load.path
 
     def body(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
         """A stream of exactly so many tokens."""
@@ -276,12 +267,18 @@ class Probe:
         }
 
     async def _send(self, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[RequestSample], ClientReport]:
-        client = LoadClient(ClientConfig(origin_of(self._spec.url), self._load.path, self._spec.headers))
+        return await self.send_at(self._spec.url, [(0.0, prompt, max_tokens) for prompt in prompts])
+
+    async def send_at(
+        self, url: str, plan: Sequence[tuple[float, list[int], int]]
+    ) -> tuple[list[RequestSample], ClientReport]:  # fmt: skip
+        """(when, prompt, how many tokens) of each, in that order."""
+        client = LoadClient(ClientConfig(origin_of(url), self._load.path, self._spec.headers))
         requests = [
             PlannedRequest(
-                number, "steady", 0.0, msgspec.json.encode(self.body(prompt, max_tokens)), len(prompt), max_tokens
+                number, "steady", at_s, msgspec.json.encode(self.body(prompt, max_tokens)), len(prompt), max_tokens
             )
-            for number, prompt in enumerate(prompts)
+            for number, (at_s, prompt, max_tokens) in enumerate(plan)
         ]
         try:
             samples, report = await client.run_open(requests)
@@ -290,7 +287,7 @@ class Probe:
         for sample in samples:
             if not sample.ok:
                 raise RemoteError(f"a probe of {sample.prompt_tokens} tokens failed: {sample.error}", field="profile")
-        return samples, report
+        return sorted(samples, key=lambda sample: sample.index), report
 
 
 def wanted_rows(spec: ProfileSpec) -> list[_Wanted]:
@@ -305,6 +302,9 @@ def wanted_rows(spec: ProfileSpec) -> list[_Wanted]:
     contexts = _between(spec.decode_contexts) or list(spec.decode_contexts)
     batches = _between(spec.decode_batches)[-2:]
     rows += [_Wanted("decode", batch, contexts[n % len(contexts)], True) for n, batch in enumerate(batches)]
+    mixed = [size for size in spec.prefill_tokens if size <= spec.chunk_tokens // 2][:3:2]
+    batches = list(spec.decode_batches[-3:-1] if spec.mixed_batches is None else spec.mixed_batches)
+    rows += [_Wanted("mixed", batch, tokens, False) for batch in batches for tokens in mixed]
     return rows
 
 
@@ -318,10 +318,10 @@ def _between(points: Sequence[int]) -> list[int]:
     return found
 
 
-def _said(row: PrefillRow | DecodeRow) -> str:
+def _said(row: PrefillRow | DecodeRow | MixedRow) -> str:
     dropped = f", {row.dropped} dropped" if row.dropped else ""
     known = f", known to {row.half_width:.1%}" if row.num > 1 else ""
-    return f" ({row.num} samples{dropped}{known}{', held out' if row.held_out else ''})"
+    return f" ({row.num} samples{dropped}{known}{', held out' if getattr(row, 'held_out', False) else ''})"
 
 
 def ttft_of(sample: RequestSample) -> float:
@@ -329,74 +329,6 @@ def ttft_of(sample: RequestSample) -> float:
     assert sample.sent_s is not None and sample.closed_s is not None
     seen = sample.visible()
     return (seen[0][0] if seen else sample.closed_s) - sample.sent_s
-
-
-def joint_steps(samples: Sequence[RequestSample]) -> list[float]:
-    """Seconds per token of every stream while all of them were open: the batch is then what it was meant to be."""
-    seen = [[time for time, _ in sample.visible()] for sample in samples]
-    if any(len(times) < 3 for times in seen):
-        return []
-    start, end = max(times[0] for times in seen), min(times[-1] for times in seen)
-    gaps = []
-    for times in seen:
-        gaps += [after - before for before, after in pairwise(times) if before >= start and after <= end]
-    return gaps
-
-
-def fit_steps(prefill: Sequence[PrefillRow], decode: Sequence[DecodeRow], chunk_tokens: int) -> Fit:
-    """Coefficients that are not negative, by relative error.
-
-    The errors are those of the held-out rows, or where there are none of each row by a fit without its fold.
-    """
-    features = np.array(
-        [_prefill_features(row, chunk_tokens) for row in prefill] + [_decode_features(r) for r in decode]
-    )
-    measured = np.array([row.seconds for row in prefill] + [row.seconds for row in decode])
-    if len(measured) < features.shape[1] + 2:
-        raise LocalError(
-            f"{len(measured)} rows are too few for {features.shape[1]} coefficients", field="profile", fix="add sizes"
-        )
-    aside = np.array([row.held_out for row in prefill] + [row.held_out for row in decode])
-    if (~aside).sum() < features.shape[1]:
-        raise LocalError("too few rows are left to fit", field="profile", fix="add sizes")
-    if aside.any():
-        coefficients = relative_nonnegative(features[~aside], measured[~aside])
-        errors = features[aside] @ coefficients / measured[aside] - 1.0
-        features, measured = features[~aside], measured[~aside]
-    else:
-        errors = np.zeros(len(measured))
-        folds = np.arange(len(measured)) % NUM_FOLDS
-        for fold in range(NUM_FOLDS):
-            kept = folds != fold
-            coefficients = relative_nonnegative(features[kept], measured[kept])
-            errors[~kept] = features[~kept] @ coefficients / measured[~kept] - 1.0
-    overhead, fixed, per_token, per_pair, per_sequence, per_context = relative_nonnegative(features, measured)
-    size = np.abs(errors)
-    return Fit(
-        model=StepModel(
-            fixed_s=float(fixed),
-            per_token_s=float(per_token),
-            per_pair_s=float(per_pair),
-            per_sequence_s=float(per_sequence),
-            per_context_s=float(per_context),
-            source="kvbaton profile",
-        ),
-        request_overhead_s=float(overhead),
-        held_out_median=float(np.median(size)),
-        held_out_p90=float(np.percentile(size, 90)),
-        held_out_max=float(size.max()),
-        errors=tuple(float(error) for error in errors),
-    )
-
-
-def _prefill_features(row: PrefillRow, chunk_tokens: int) -> list[float]:
-    """Overhead of a request, steps, tokens, pairs, sequences, context."""
-    steps = -(-row.tokens // chunk_tokens)
-    return [1.0, float(steps), float(row.tokens), pairs(row.cached, row.tokens), 0.0, 0.0]
-
-
-def _decode_features(row: DecodeRow) -> list[float]:
-    return [0.0, 1.0, float(row.batch), 0.0, float(row.batch), float(row.context_tokens)]
 
 
 async def _phase_goodput(spec: ProfileSpec, model: str, phase: str, tell: Tell) -> Goodput | None:

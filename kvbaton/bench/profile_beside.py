@@ -2,7 +2,8 @@
 
     streams on one worker, asked directly      what a step takes while the other cores have room
     as many on each worker, by the router      what it takes while every core is busy
-    a short prompt, alone and among streams    how much longer a request is on its way while every core is busy
+    a short prompt, alone and among streams    how much longer a worker that computes takes to read it, and the router
+                                               while every core is busy
 
 The rows fit ``alone x (1 + slowdown) + streams x token_s`` (plan/sim_host): the first is memory and caches, the second
 what router and client spend on each token and take from the workers. Knows nothing about what is done with it.
@@ -17,9 +18,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvbaton.bench.client import ClientConfig, LoadClient, PlannedRequest
-from kvbaton.bench.profile import Fit, Probe, ProfileResult, ProfileSpec, Tell, joint_steps, ttft_of, undisturbed
-from kvbaton.bench.runner import origin_of
+from kvbaton.bench.profile import Probe, ProfileResult, ProfileSpec, Tell, ttft_of
+from kvbaton.bench.profile_fit import Fit, joint_steps, undisturbed
 from kvbaton.bench.samples import RequestSample
 from kvbaton.plan.least_squares import relative_nonnegative
 from kvbaton.plan.profile_file import BesideRow
@@ -53,14 +53,14 @@ async def measure_beside(
     probe = _Streams(spec, fleet_url, found.model)
     alone: dict[int, list[float]] = {batch: [] for batch in BATCHES}
     beside: dict[int, list[float]] = {batch: [] for batch in BATCHES}
-    idle: list[float] = []
-    loaded: list[float] = []
+    idle, busy, full = [], [], []  # TTFT of short prompts: nobody computes, the one worker does, all do
     for _ in range(ROUNDS):
         for batch in BATCHES:
             alone[batch] += joint_steps(await probe.streams(spec.url, batch))
             beside[batch] += joint_steps(await probe.streams(fleet_url, batch * num_workers))
         idle += await probe.alone()
-        loaded += await probe.among(PROBED_BATCH * num_workers)
+        busy += await probe.among(spec.url, PROBED_BATCH)
+        full += await probe.among(fleet_url, PROBED_BATCH * num_workers)
     if not all((*alone.values(), *beside.values())):
         raise RemoteError("streams never ran together", field="profile", fix="a worker that runs 16 at once")
     rows = tuple(BesideRow(batch, _middle(alone[batch]), _middle(beside[batch])) for batch in BATCHES)
@@ -68,13 +68,14 @@ async def measure_beside(
         tell(
             f"{row.streams} streams: {row.alone_s * 1e3:.1f} ms a step alone, {row.beside_s * 1e3:.1f} ms beside others"
         )
-    return settled(rows, found.fit, num_cores, _middle(idle), _middle(loaded), tell)
+    return settled(rows, found.fit, num_cores, (_middle(idle), _middle(busy), _middle(full)), tell)
 
 
 def settled(
-    rows: Sequence[BesideRow], fit: Fit, num_cores: int, idle_s: float, loaded_s: float, tell: Tell
+    rows: Sequence[BesideRow], fit: Fit, num_cores: int, ttft_s: tuple[float, float, float], tell: Tell
 ) -> Beside:  # fmt: skip
-    """The constants. ``idle_s`` and ``loaded_s``: TTFT of a short prompt alone, and among ``PROBED_BATCH`` streams."""
+    """The constants. ``ttft_s``: of a short prompt alone by the router, among ``PROBED_BATCH`` streams of the one
+    worker that it is sent to, and by the router among as many on each worker."""
     features = np.array([[row.alone_s, float(row.streams)] for row in rows])
     factor, token_s = map(float, relative_nonnegative(features, np.array([row.beside_s for row in rows])))
     if factor < 1.0:  # nothing runs faster for company: what is left is the tokens'
@@ -82,19 +83,22 @@ def settled(
         factor = 1.0
         token_s = float(np.mean([max(0.0, row.beside_s - row.alone_s) / row.streams for row in rows]))
     step = fit.model
+    idle_s, busy_s, full_s = ttft_s
     admission_s = max(0.0, idle_s - step.prefill_s(PROMPT))
-
-    def beside_s(work: StepWork) -> float:
-        return factor * step.step_s(work) + token_s * PROBED_BATCH
-
-    decodes = {"num_decodes": PROBED_BATCH, "context_tokens": PROBED_BATCH * PROMPT * 2}
+    context = PROBED_BATCH * PROMPT * 2
+    decode_s = step.step_s(StepWork(0, 0.0, PROBED_BATCH, context))
+    mixed_s = step.step_s(StepWork(PROMPT, pairs(0, PROMPT), PROBED_BATCH, context, 1))
     # It comes in the middle of a step on average, and is computed beside the streams in the next.
-    expected_s = beside_s(StepWork(**decodes)) / 2 + beside_s(StepWork(PROMPT, pairs(0, PROMPT), **decodes))
-    busy_s = max(0.0, loaded_s - expected_s - admission_s)
-    cores = SharedCores(num_cores=num_cores, slowdown=factor - 1.0, token_s=token_s, busy_admission_s=busy_s)
+    worker_s = max(0.0, busy_s - decode_s / 2 - mixed_s - fit.request_overhead_s)
+    slowed_s = factor * (decode_s / 2 + mixed_s) + 1.5 * token_s * PROBED_BATCH
+    router_s = max(0.0, full_s - slowed_s - admission_s - worker_s)
+    cores = SharedCores(
+        num_cores=num_cores, slowdown=factor - 1.0, token_s=token_s, worker_wait_s=worker_s, full_wait_s=router_s
+    )
     tell(
-        f"every core busy: steps {cores.slowdown:+.0%}, {token_s * 1e6:.0f} us a token of router and client, "
-        f"{busy_s * 1e3:.1f} ms longer to be heard than the {admission_s * 1e3:.1f} ms of an idle machine"
+        f"every core busy: steps {cores.slowdown:+.0%}, {token_s * 1e6:.0f} us a token of router and client; "
+        f"to be heard takes {admission_s * 1e3:.1f} ms, {worker_s * 1e3:.1f} ms longer by a worker that computes, "
+        f"{router_s * 1e3:.1f} ms longer if all do"
     )
     return Beside(cores, admission_s, tuple(rows))
 
@@ -107,39 +111,32 @@ class _Streams:
     """Streams and short prompts, to a worker or by the router."""
 
     def __init__(self, spec: ProfileSpec, fleet_url: str, model: str) -> None:
-        self._spec, self._fleet_url, self._model = spec, fleet_url, model
+        self._spec, self._fleet_url = spec, fleet_url
+        self._step_s = 0.03  # of the streams before, to know how long others must be
         # Seeded apart from the rows: a prompt that a worker has cached would be drawn to it.
         self._probe = Probe(dataclasses.replace(spec, seed=spec.seed + 1), model)
 
     async def streams(self, url: str, count: int) -> list[RequestSample]:
         """They start together with prompts of their own, so the router spreads them evenly."""
-        return await self._send(url, [(0.0, self._spec.decode_steps + count)] * count)
+        samples = await self._send(url, [(0.0, self._spec.decode_steps + count)] * count)
+        self._step_s = _middle(joint_steps(samples) or [self._step_s])
+        return samples
 
     async def alone(self) -> list[float]:
         return [ttft_of((await self._send(self._fleet_url, [(0.0, 1)]))[0]) for _ in range(PROBES)]
 
-    async def among(self, count: int) -> list[float]:
+    async def among(self, url: str, count: int) -> list[float]:
         last_s = FIRST_PROBE_S + PROBES * PROBE_EVERY_S
-        streams = [(0.0, max(64, int(last_s / 0.02)))] * count
+        streams = [(0.0, int((last_s + 0.5) / self._step_s) + 16)] * count
         probes = [(FIRST_PROBE_S + number * PROBE_EVERY_S, 1) for number in range(PROBES)]
-        samples = await self._send(self._fleet_url, [*streams, *probes])
+        samples = await self._send(url, [*streams, *probes])
         until_s = min(sample.visible()[-1][0] for sample in samples[:count])
         found = [sample for sample in samples[count:] if sample.closed_s is not None and sample.closed_s < until_s]
         return [ttft_of(sample) for sample in found]
 
     async def _send(self, url: str, wanted: Sequence[tuple[float, int]]) -> list[RequestSample]:
         """(when, how many tokens) for each."""
-        requests = []
-        for number, (at_s, max_tokens) in enumerate(wanted):
-            prompt = self._probe.prompt(PROMPT, 0)
-            body = msgspec.json.encode(self._probe.body(prompt, max_tokens))
-            requests.append(PlannedRequest(number, "steady", at_s, body, len(prompt), max_tokens))
-        client = LoadClient(ClientConfig(origin_of(url), self._probe.path, self._spec.headers))
-        try:
-            samples, _ = await client.run_open(requests)
-        finally:
-            client.pool.close()
-        for sample in samples:
-            if not sample.ok:
-                raise RemoteError(f"a probe failed: {sample.error}", field="profile")
-        return sorted(samples, key=lambda sample: sample.index)
+        samples, _ = await self._probe.send_at(
+            url, [(at_s, self._probe.prompt(PROMPT, 0), max_tokens) for at_s, max_tokens in wanted]
+        )
+        return samples

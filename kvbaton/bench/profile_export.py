@@ -53,6 +53,7 @@ def step_rows(found: ProfileResult, chunk_tokens: int) -> list[StepRow]:
         StepRow(
             prefill_tokens=row.tokens,
             prefill_pairs=pairs(row.cached, row.tokens),
+            num_chunks=1,
             seconds=max(row.seconds - overhead, 1e-6),
         )
         for row in found.prefill
@@ -60,6 +61,17 @@ def step_rows(found: ProfileResult, chunk_tokens: int) -> list[StepRow]:
     ]
     rows += [
         StepRow(num_decodes=row.batch, context_tokens=row.context_tokens, seconds=row.seconds) for row in found.decode
+    ]
+    rows += [
+        StepRow(
+            prefill_tokens=row.tokens,
+            prefill_pairs=pairs(0, row.tokens),
+            num_decodes=row.batch,
+            context_tokens=row.context_tokens,
+            num_chunks=1,
+            seconds=row.seconds,
+        )
+        for row in found.mixed
     ]
     return rows
 

@@ -295,7 +295,7 @@ def verify_command(url_a: str, url_b: str, **given: Any) -> None:
 @click.option(
     "--background", type=click.IntRange(0), default=0, show_default=True, help="Pulls going on all the while."
 )
-@click.option("--transport", type=click.Choice(["auto", "shm", "tcp"]), default="auto", show_default=True)
+@click.option("--transport", type=click.Choice(["auto", "shm", "tcp", "nixl"]), default="auto", show_default=True)
 @click.option("--fabric", help="Preset to hold the result against, as in `kvbaton kv`.")
 @click.option("--serve", is_flag=True, help="Lend blocks on ADDRESS until Ctrl-C, for a pull from another host.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
@@ -432,7 +432,8 @@ def profile_command(url: str, **given: Any) -> None:
     click.echo(
         f"step = {step.fixed_s * 1e3:.3f} ms + {step.per_token_s * 1e6:.2f} us/token + "
         f"{step.per_pair_s * 1e9:.3f} ns/pair + {step.per_sequence_s * 1e6:.2f} us/sequence + "
-        f"{step.per_context_s * 1e9:.2f} ns/cached token; {fit.request_overhead_s * 1e3:.2f} ms a request"
+        f"{step.per_context_s * 1e9:.2f} ns/cached token + {step.per_chunk_s * 1e3:.3f} ms/chunk; "
+        f"{fit.request_overhead_s * 1e3:.2f} ms a request"
     )
     click.echo(
         f"held-out error: median {fit.held_out_median:.1%}, p90 {fit.held_out_p90:.1%}, worst {fit.held_out_max:.1%} "

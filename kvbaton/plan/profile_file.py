@@ -60,11 +60,12 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     prefill_pairs: float = 0.0
     num_decodes: int = 0
     context_tokens: int = 0
+    num_chunks: int = 0
     seconds: float
 
     @property
     def work(self) -> StepWork:
-        return StepWork(self.prefill_tokens, self.prefill_pairs, self.num_decodes, self.context_tokens)
+        return StepWork(self.prefill_tokens, self.prefill_pairs, self.num_decodes, self.context_tokens, self.num_chunks)
 
 
 class BesideRow(msgspec.Struct, frozen=True):
@@ -124,21 +125,25 @@ class StepFit(msgspec.Struct, frozen=True):
 def fit_steps(rows: list[StepRow], source: str) -> StepFit:
     """Coefficients from measured steps: nonnegative, smallest squared relative errors.
 
-    Needs prefill steps of different lengths and decode steps of different batch sizes and contexts.
+    Needs prefill steps of different lengths and decode steps of different batch sizes and contexts; what a chunk costs
+    by itself shows only in steps that hold both.
     """
     if len(rows) < 6:
         raise LocalError(f"{len(rows)} measured steps are too few to fit", field="step_rows", fix="measure at least 6")
     features = np.array(
         [
-            [1.0, row.prefill_tokens + row.num_decodes, row.prefill_pairs, row.num_decodes, row.context_tokens]
+            [1.0, row.prefill_tokens + row.num_decodes, row.prefill_pairs, row.num_decodes, row.context_tokens,
+             row.num_chunks]
             for row in rows
         ]
-    )
+    )  # fmt: skip
+    if not any(row.num_chunks and row.num_decodes for row in rows):
+        features[:, -1] = 0.0
     measured = np.array([row.seconds for row in rows])
     if (measured <= 0).any():
         raise LocalError("a measured step takes no time", field="step_rows.seconds")
-    fixed, token, pair, sequence, context = map(float, relative_nonnegative(features, measured))
-    model = StepModel(fixed, token, pair, sequence, context, source=source)
+    fixed, token, pair, sequence, context, chunk = map(float, relative_nonnegative(features, measured))
+    model = StepModel(fixed, token, pair, sequence, context, source=source, per_chunk_s=chunk)
     errors = np.array([model.step_s(row.work) / row.seconds - 1.0 for row in rows])
     return StepFit(model, float(np.abs(errors).mean()), float(np.abs(errors).max()))
 

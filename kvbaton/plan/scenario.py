@@ -297,7 +297,7 @@ class Engine:
         names = {
             "compute": ("per_token_s", "per_pair_s"),
             "memory": ("per_context_s", "expert_read_s"),
-            "fixed": ("fixed_s", "per_sequence_s"),
+            "fixed": ("fixed_s", "per_sequence_s", "per_chunk_s"),
         }.get(knob, ())
         return msgspec.structs.replace(step, **{name: getattr(step, name) * factor for name in names})
 

@@ -109,7 +109,7 @@ class Simulation:
         handlers: dict[str, Callable[..., None]] = {
             "heard": self._heard, "arrive": self._arrive, "step": self._step_over, "landed": self._landed,
             "down": self._down, "up": self._up, "scale": self._scale, "give_up": self._give_up, "loaded": self._loaded,
-            "reserved": self._start_prefill,
+            "read": self._was_read,
         }  # fmt: skip
         while self._events and self.num_unfinished:
             self.now_s, _, kind, what = heappop(self._events)
@@ -122,7 +122,7 @@ class Simulation:
     def _heard(self, record: Record) -> None:
         """On a machine whose cores are all busy the request is not read at once."""
         machine = self.fleet.machine
-        wait_s = machine.admission_s if machine is not None else 0.0
+        wait_s = machine.router_wait_s if machine is not None else 0.0
         if wait_s:
             self._push(self.now_s + wait_s, "arrive", record)
         else:
@@ -191,7 +191,7 @@ class Simulation:
         self._settle(target)
         if decision.prefill is None:
             target.active[record.request_id] = record
-            self._enqueue(target, record, "full", record.attempt + 1)  # dispatch is about to count it
+            self._at_worker(target, record, "full", self._read_at_s(target))
             return
         source = self.fleet.workers[decision.prefill]
         record.have_tokens = target.scheduler.reserve_import(self._sequence(record, "import"))
@@ -199,18 +199,29 @@ class Simulation:
         record.ready_s = 0.0
         source.active[record.request_id] = target.active[record.request_id] = record
         assert self.spec.handoff is not None
+        asked_s = self._read_at_s(target)
         if self.spec.handoff.reserves_between_steps and target.busy:
-            self._push(target.end_s, "reserved", source, record, record.attempt + 1)
-            return
-        self._enqueue(source, record, "prefill_only", record.attempt + 1)
+            asked_s = max(asked_s, target.end_s)
+        self._at_worker(source, record, "prefill_only", asked_s + self._read_at_s(source) - self.now_s)
 
-    def _start_prefill(self, source: SimWorker, record: Record, attempt: int) -> None:
-        """The decode side has found room and asks for the prompt."""
+    def _read_at_s(self, worker: SimWorker) -> float:
+        """When a worker that is sent something now has read it."""
+        machine = self.fleet.machine
+        return self.now_s + (machine.worker_wait_s(worker.name) if machine is not None else 0.0)
+
+    def _at_worker(self, worker: SimWorker, record: Record, mode: Mode, at_s: float) -> None:
+        attempt = record.attempt + 1  # dispatch is about to count it
+        if at_s > self.now_s:
+            self._push(at_s, "read", worker, record, mode, attempt)
+        else:
+            self._enqueue(worker, record, mode, attempt)
+
+    def _was_read(self, worker: SimWorker, record: Record, mode: Mode, attempt: int) -> None:
         if record.lifecycle.ended or attempt != record.attempt:
             return
-        self._settle(source)
+        self._settle(worker)
         try:
-            self._enqueue(source, record, "prefill_only", attempt)
+            self._enqueue(worker, record, mode, attempt)
         except LocalError:
             self._end(record, Event.REFUSE)
 

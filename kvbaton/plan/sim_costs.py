@@ -16,7 +16,7 @@ def worker_cost(spec: WorkerSpec) -> WorkerCost:
     step = spec.step
     read = step.expert_read_s * (1.0 - (1.0 - step.expert_share) ** _TYPICAL_BATCH)
     return WorkerCost(
-        prefill_fixed_s=step.fixed_s + step.expert_read_s,
+        prefill_fixed_s=step.fixed_s + step.per_chunk_s + step.expert_read_s,
         prefill_token_s=step.per_token_s,
         prefill_pair_s=step.per_pair_s,
         step_fixed_s=step.fixed_s + read,

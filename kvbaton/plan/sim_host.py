@@ -2,7 +2,8 @@
 
     a core is free     a step takes what it takes alone: router and clients run on the free core
     every core busy    it takes (1 + slowdown) of that, and the work of router and clients for the tokens of all busy
-                       workers comes out of their cores in equal shares; a request also waits longer to be heard
+                       workers comes out of their cores in equal shares; a request waits longer for the router
+    a worker is busy   a request waits longer until the worker, which computes on its core, has read it
 
 Invariant: any arrangement of workers gets the same constants; what differs is who is busy when. Constants are measured
 (``kvbaton profile --fleet``). Knows nothing about schedulers or requests.
@@ -21,7 +22,8 @@ class SharedCores(msgspec.Struct, frozen=True, kw_only=True):
     num_cores: int
     slowdown: float = 0.0  # relative, of steps while every core has a busy worker (memory, caches)
     token_s: float = 0.0  # of CPU that router and client spend on each output token
-    busy_admission_s: float = 0.0  # what a request waits longer than on an idle machine while every core is busy
+    worker_wait_s: float = 0.0  # what a request waits longer for a worker that computes than for an idle one
+    full_wait_s: float = 0.0  # and on top for the router, while every core is busy
 
 
 class SharedMachine:
@@ -36,8 +38,11 @@ class SharedMachine:
         return len(self._tokens_per_s) >= self._cores.num_cores
 
     @property
-    def admission_s(self) -> float:
-        return self._cores.busy_admission_s if self.full else 0.0
+    def router_wait_s(self) -> float:
+        return self._cores.full_wait_s if self.full else 0.0
+
+    def worker_wait_s(self, worker: Hashable) -> float:
+        return self._cores.worker_wait_s if worker in self._tokens_per_s else 0.0
 
     def step_s(self, worker: Hashable, alone_s: float, num_outputs: int) -> float:
         """Of the step the worker begins now, ``num_outputs`` of whose rows are tokens for clients."""

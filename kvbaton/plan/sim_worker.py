@@ -148,7 +148,8 @@ class SimWorker:
     def _mixed_s(self, plan: StepPlan, count: int, context: int) -> float:
         step = self.spec.step
         looked_at = sum([pairs(item.start, item.num_tokens) for item in plan.items[count:]])
-        prefill = StepWork(plan.num_prefill_tokens, looked_at)
+        chunks = len(plan.items) - count
+        prefill = StepWork(plan.num_prefill_tokens, looked_at, num_chunks=chunks)
         self.prefill_tokens += plan.num_prefill_tokens
         if not count:
             duration_s = step.step_s(prefill)
@@ -156,7 +157,7 @@ class SimWorker:
             return duration_s
         decode_s = step.step_s(StepWork(0, 0.0, count, context))
         if self.spec.mixed_batches:
-            duration_s = step.step_s(StepWork(plan.num_prefill_tokens, looked_at, count, context))
+            duration_s = step.step_s(StepWork(plan.num_prefill_tokens, looked_at, count, context, chunks))
         else:
             duration_s = decode_s + step.step_s(prefill)
         self.decode_busy_s += decode_s

@@ -182,7 +182,7 @@ class Sizer:
             # Prompts arrive computed: an ideal prefill pool and link in front of the one decode worker.
             ideal = msgspec.structs.replace(
                 worker.step, fixed_s=1e-9, per_token_s=0.0, per_pair_s=0.0, per_sequence_s=0.0, per_context_s=0.0,
-                expert_read_s=0.0,
+                expert_read_s=0.0, per_chunk_s=0.0,
             )  # fmt: skip
             source = msgspec.structs.replace(worker, step=ideal, num_blocks=1 << 20, max_batch_tokens=1 << 20)
             handoff = msgspec.structs.replace(self.engine.handoff(), link=INSTANT, shared_link=None, control_s=0.0)

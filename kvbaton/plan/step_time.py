@@ -1,6 +1,6 @@
 """How long one engine step takes: one linear form for every engine, so that no arm of a comparison gets its own.
 
-    step = fixed + per_token x tokens + per_pair x prefill attention pairs
+    step = fixed + per_token x tokens + per_pair x prefill attention pairs + per_chunk x prefill chunks
          + per_sequence x decoding sequences + per_context x their cached tokens + expert weights touched
 
 Coefficients come from a roofline (``roofline``), from measured rows (fit) or from a profile file. All terms add:
@@ -26,6 +26,7 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
     prefill_pairs: float = 0.0  # sum over chunks of tokens x mean number of keys each looks at
     num_decodes: int = 0
     context_tokens: int = 0  # cached tokens the decoding sequences read
+    num_chunks: int = 0  # prefill chunks
 
 
 class StepModel(msgspec.Struct, frozen=True):
@@ -39,6 +40,7 @@ class StepModel(msgspec.Struct, frozen=True):
     expert_read_s: float = 0.0  # reading every routed expert once
     expert_share: float = 0.0  # chance that one token uses one given expert
     source: str = "given"
+    per_chunk_s: float = 0.0  # each prefill chunk, whatever its length; known only where mixed steps were measured
 
     def step_s(self, work: StepWork) -> float:
         tokens = work.prefill_tokens + work.num_decodes
@@ -48,6 +50,7 @@ class StepModel(msgspec.Struct, frozen=True):
             + self.per_pair_s * work.prefill_pairs
             + self.per_sequence_s * work.num_decodes
             + self.per_context_s * work.context_tokens
+            + self.per_chunk_s * work.num_chunks
         )
         if self.expert_read_s:
             time_s += self.expert_read_s * (1.0 - (1.0 - self.expert_share) ** tokens)
@@ -74,7 +77,7 @@ class StepModel(msgspec.Struct, frozen=True):
         total, start = 0.0, cached
         while start < tokens:
             chunk = min(tokens - start, budget or tokens)
-            total += self.step_s(StepWork(prefill_tokens=chunk, prefill_pairs=pairs(start, chunk)))
+            total += self.step_s(StepWork(prefill_tokens=chunk, prefill_pairs=pairs(start, chunk), num_chunks=1))
             start += chunk
         return total
 
@@ -84,7 +87,9 @@ class StepModel(msgspec.Struct, frozen=True):
 
     def slower(self, factor: float) -> StepModel:
         """The same machine with every constant times ``factor`` (uncertainty bands)."""
-        names = ("fixed_s", "per_token_s", "per_pair_s", "per_sequence_s", "per_context_s", "expert_read_s")
+        names = (
+            "fixed_s", "per_token_s", "per_pair_s", "per_sequence_s", "per_context_s", "expert_read_s", "per_chunk_s"
+        )  # fmt: skip
         return msgspec.structs.replace(self, **{name: getattr(self, name) * factor for name in names})
 
 

@@ -31,7 +31,7 @@ PROFILE = ProfileFile(
     step=StepModel(0.010, 100e-6, 2e-9, 100e-6, 1e-7, source="measured: test"),
     link=LinkModel(1e-3, 2e9),
     admission_s=0.004,
-    shared_cores=SharedCores(num_cores=2, slowdown=0.05, token_s=1e-4, busy_admission_s=0.002),
+    shared_cores=SharedCores(num_cores=2, slowdown=0.05, token_s=1e-4, worker_wait_s=0.002),
 )  # fmt: skip
 SINGLE = Arm("colocated", "a", Fleet(colocated_gpus=2), up=("--colocated", "2", "--chunk-tokens", "128"))
 SPLIT = Arm("disaggregated", "b", Fleet(1, 1), up=("--prefill", "1", "--decode", "1", "--chunk-tokens", "128"))

@@ -7,28 +7,28 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbaton.bench.link import LinkResult, LinkSize
-from kvbaton.bench.profile import (
+from kvbaton.bench.profile import ProfileResult, ProfileSpec, profile, wanted_rows
+from kvbaton.bench.profile_export import limits_of, origin_of_run, to_profile_file
+from kvbaton.bench.profile_fit import (
     DecodeRow,
+    MixedRow,
     PrefillRow,
-    ProfileResult,
-    ProfileSpec,
     fit_steps,
     half_width,
     joint_steps,
-    profile,
+    mixed_steps,
     undisturbed,
-    wanted_rows,
 )
-from kvbaton.bench.profile_export import limits_of, origin_of_run, to_profile_file
 from kvbaton.bench.samples import RequestSample
 from kvbaton.bench.scripted import Script, ScriptedServer, even_script
 from kvbaton.kv.layout import KVLayout
 from kvbaton.plan.profile_file import fit_steps as fit_planner_steps
 from kvbaton.plan.profile_file import read_profile, write_profile
-from kvbaton.plan.step_time import StepModel, StepWork
+from kvbaton.plan.step_time import StepModel, StepWork, pairs
 from kvbaton.types import LocalError
 
 TRUTH = StepModel(0.004, 0.0005, 2e-7, 0.0008, 1.5e-6)
@@ -128,6 +128,31 @@ def test_the_error_is_of_the_held_out_rows_alone() -> None:
     assert found.model.per_token_s == pytest.approx(TRUTH.per_token_s, rel=1e-3)
 
 
+def test_what_a_chunk_costs_by_itself_is_told_from_a_request_by_steps_that_hold_both() -> None:
+    truth = msgspec.structs.replace(TRUTH, per_chunk_s=0.007)
+    prefill, decode = rows(0.0)
+    prefill = [msgspec.structs.replace(row, seconds=row.seconds + 0.007 * -(-row.tokens // 512)) for row in prefill]
+    mixed = [
+        MixedRow(batch, tokens, 64 * batch, truth.step_s(StepWork(tokens, pairs(0, tokens), batch, 64 * batch, 1)))
+        for batch in (4, 16) for tokens in (32, 128)
+    ]  # fmt: skip
+    found = fit_steps(prefill, decode, 512, mixed)
+    assert found.model.per_chunk_s == pytest.approx(0.007, rel=0.02)
+    assert found.request_overhead_s == pytest.approx(0.006, rel=0.05)
+    without = fit_steps(prefill, decode, 512)
+    assert without.model.per_chunk_s == 0.0
+    assert without.request_overhead_s > 0.010
+
+
+def test_the_step_that_held_a_prompt_is_the_gap_that_ends_with_its_first_token() -> None:
+    streams = [stream(0.00, 0.10, 0.20, 0.35, 0.45), stream(0.00, 0.10, 0.20, 0.352, 0.45)]
+    ((seconds, tokens),) = mixed_steps(streams, [stream(0.351)])
+    assert seconds == pytest.approx(0.151)
+    assert tokens == 6
+    assert mixed_steps(streams, [stream(0.46)]) == []  # after the last token nobody is beside it
+    assert mixed_steps([], [stream(0.1)]) == []
+
+
 async def test_probes_of_a_server_that_keeps_time_and_stumbles_now_and_then(default_model_path: Path) -> None:
     """Known step times, and one answer in nine half a second late: the rows must not show it."""
     answered = itertools.count()
@@ -140,7 +165,8 @@ async def test_probes_of_a_server_that_keeps_time_and_stumbles_now_and_then(defa
     async with ScriptedServer(choose) as server:
         spec = ProfileSpec(
             server.url, prefill_tokens=(16, 64, 256, 512), cached_tokens=(0,), decode_batches=(1, 2), max_repeats=6,
-            decode_contexts=(64, 256), decode_steps=6, model="scripted", tokenizer=str(default_model_path),
+            mixed_batches=(), decode_contexts=(64, 256), decode_steps=6, model="scripted",
+            tokenizer=str(default_model_path),
         )  # fmt: skip
         found = await profile(spec, lambda line: None)
     assert any(row.dropped for row in found.prefill), "no answer of a row was late, so nothing was shown"

@@ -14,7 +14,7 @@ from kvbaton.router.policy import PolicyConfig
 
 STEP = StepModel(0.010, 100e-6, 0.0, 100e-6, 0.0, source="test")
 WORKER = WorkerSpec(step=STEP, num_blocks=200, block_size=16, max_batch_tokens=512, max_running=8)
-CORES = SharedCores(num_cores=2, slowdown=0.1, token_s=1e-3, busy_admission_s=0.004)
+CORES = SharedCores(num_cores=2, slowdown=0.1, token_s=1e-3, full_wait_s=0.004)
 
 
 def pair(cores: SharedCores | None) -> FleetSpec:
@@ -29,10 +29,10 @@ def test_a_step_beside_others_is_what_the_rows_say() -> None:
     machine = SharedMachine(CORES)
     assert machine.step_s("a", 0.020, 4) == 0.020
     assert not machine.full
-    assert machine.admission_s == 0.0
+    assert machine.router_wait_s == 0.0
     beside_s = machine.step_s("b", 0.020, 4)
     assert beside_s == pytest.approx(0.020 * 1.1 + 4 * 1e-3)  # the row that the constants are fitted to
-    assert machine.admission_s == 0.004
+    assert machine.router_wait_s == 0.004
     machine.idle("a")
     assert machine.step_s("b", 0.020, 4) == 0.020
 
@@ -45,11 +45,22 @@ def test_one_stream_alone_is_not_slowed_and_two_are() -> None:
     assert free.tpot.p50 == pytest.approx(alone.tpot.p50)
 
 
-def test_who_comes_while_all_cores_are_busy_waits_to_be_heard() -> None:
-    late = at(0.0, 0.0, 0.1)
-    slow = SharedCores(num_cores=2, busy_admission_s=0.1)
-    assert simulate(pair(slow), late).ttft_s[2] == pytest.approx(simulate(pair(None), late).ttft_s[2] + 0.1, abs=0.012)
-    assert simulate(pair(slow), at(0.0)).ttft_s == simulate(pair(None), at(0.0)).ttft_s
+@pytest.mark.parametrize(("cores", "before"), [
+    (SharedCores(num_cores=2, full_wait_s=0.1), (0.0, 0.0)),  # both cores are busy
+    (SharedCores(num_cores=9, worker_wait_s=0.1), (0.0, 0.0)),  # the worker it is sent to is, and cores are free
+])  # fmt: skip
+def test_who_comes_while_others_compute_waits_to_be_heard(cores: SharedCores, before: tuple[float, ...]) -> None:
+    late = at(*before, 0.1)
+    assert simulate(pair(cores), late).ttft_s[-1] == pytest.approx(
+        simulate(pair(None), late).ttft_s[-1] + 0.1, abs=0.012
+    )
+    assert simulate(pair(cores), at(0.0)).ttft_s == simulate(pair(None), at(0.0)).ttft_s
+
+
+def test_nobody_waits_for_an_idle_worker_beside_a_busy_one() -> None:
+    cores = SharedCores(num_cores=2, full_wait_s=0.1, worker_wait_s=0.1)
+    late = at(0.0, 0.1)  # in turn, so to the other worker
+    assert simulate(pair(cores), late).ttft_s == pytest.approx(simulate(pair(None), late).ttft_s)
 
 
 def test_the_constants_are_the_same_for_a_split() -> None:

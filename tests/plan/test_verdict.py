@@ -15,9 +15,9 @@ from plan.small_scenario import profile_scenario
 from kvbaton.cli.plan_commands import advise_command, kv_command, plan_command
 from kvbaton.plan import report_html, report_text
 from kvbaton.plan.answer import Answer, Uncertain
-from kvbaton.plan.scenario import Engine, load, parse, trace_of
+from kvbaton.plan.scenario import Engine, Scenario, load, parse, trace_of
 from kvbaton.plan.sizing import Sizer
-from kvbaton.plan.verdict import _decide, decide, headroom, plan
+from kvbaton.plan.verdict import Decision, _decide, decide, headroom, plan
 from kvbaton.types import LocalError
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "examples" / "scenarios"
@@ -149,14 +149,30 @@ def test_the_planner_never_loads_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda path: path.stem)
-def test_shipped_scenarios_get_the_verdict_their_name_says(path: Path) -> None:
+def reduced(path: Path) -> Scenario:
+    """Enough of it for the verdict: two fleets of each arm simulated, shorter runs, no sensitivity."""
     scenario = load(path)
     search = msgspec.structs.replace(scenario.search, verify=2, sensitivity=False, precision=0.08)
     workload = msgspec.structs.replace(scenario.workload, requests=150)
-    scenario = msgspec.structs.replace(scenario, search=search, workload=workload)
-    found = decide(Sizer(scenario, trace_of(scenario), Engine(scenario), lambda line: None))
+    return msgspec.structs.replace(scenario, search=search, workload=workload)
+
+
+def decided(scenario: Scenario) -> Decision:
+    return decide(Sizer(scenario, trace_of(scenario), Engine(scenario), lambda line: None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_scenarios_get_the_verdict_their_name_says(path: Path) -> None:
+    found = decided(reduced(path))
     expected = {"split": "split", "stay": "stay", "unsure": "not enough evidence"}[path.stem.split("_")[0]]
     assert found.verdict == expected, found.reason
     assert bool(found.measure_next) == (expected == "not enough evidence")
+
+
+@pytest.mark.slow
+def test_it_is_the_cache_hits_that_make_the_scenario_of_that_name_stay() -> None:
+    scenario = reduced(SCENARIOS / "stay_high_cache_hit.toml")
+    without = msgspec.structs.replace(scenario.workload, shared_prefix=0.0)
+    found = decided(msgspec.structs.replace(scenario, workload=without))
+    assert found.verdict == "split", found.reason
