@@ -139,7 +139,12 @@ class Engine:
 
     def renew(self, request_id: str, lease_s: float) -> Future[bool]:
         future: Future[bool] = Future()
-        self._commands.put(lambda: future.set_result(self._renew(request_id, lease_s)))
+
+        def renew() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(self._renew(request_id, lease_s))
+
+        self._commands.put(renew)
         return future
 
     def release(self, request_id: str) -> None:
@@ -158,6 +163,8 @@ class Engine:
         future: Future = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked went away
             try:
                 future.set_result(function(self))
             except Exception as error:

@@ -46,11 +46,11 @@ class Monitor:
         tasks: dict[Member, tuple[asyncio.Task[None], ...]] = {}
         async with asyncio.TaskGroup() as group:
             while True:
-                members = set(self._registry.members)
-                for member in members - set(tasks):
+                members = self._registry.members
+                for member in (each for each in members if each not in tasks):
                     follower = self.follower(member)
                     tasks[member] = (group.create_task(self._watch(member)), group.create_task(follower.run()))
-                for member in set(tasks) - members:
+                for member in [each for each in tasks if each not in members]:
                     for task in tasks.pop(member):
                         task.cancel()
                 await asyncio.sleep(self._settings.poll_interval_s)

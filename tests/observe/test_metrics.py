@@ -28,6 +28,7 @@ def test_names_are_unique_and_follow_the_conventions() -> None:
 
 
 def test_the_longest_request_fits_the_buckets_of_durations() -> None:
+    """MT-05: the gap between two tokens is a duration like any other, and may last as long as a request."""
     for metric in METRICS:
         if metric.name.endswith("_seconds") and metric.kind == "histogram":
             assert metric.buckets[-1] >= 600

@@ -96,6 +96,7 @@ async def test_the_official_client_works_unchanged(split: Fleet) -> None:
 
 
 async def test_only_listed_headers_reach_a_worker(tokenizer: Tokenizer, info: bytes) -> None:
+    """SE-09"""
     worker = RawWorker(info, [b"data: [DONE]\n\n"])
     headers = {
         "authorization": "Bearer user-secret",
@@ -165,6 +166,7 @@ async def test_bad_requests_never_reach_a_worker(split: Fleet) -> None:
 
 
 async def test_invented_models_make_no_new_series(split: Fleet) -> None:
+    """MT-07"""
     await split.post({"prompt": "x", "model": "m"})
     before = len(split.metrics.exposition().splitlines())
     for i in range(50):
@@ -195,6 +197,7 @@ async def test_a_client_that_goes_away_frees_everything(split: Fleet, gate_at: i
 
 
 async def test_many_large_bodies_do_not_add_up(tokenizer: Tokenizer) -> None:
+    """SE-14, of many at once."""
     settings = {"max_body_bytes": 100_000, "max_total_body_bytes": 250_000}
     async with running_fleet(tokenizer, {"b0": "both"}, **settings) as fleet:
         large = b"[" + b" " * 90_000

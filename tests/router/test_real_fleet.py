@@ -104,6 +104,7 @@ def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_split_fleet_says_what_one_worker_says(split: RealFleet, single: RealFleet) -> None:
+    """AP-06: logprobs of the first token, which prefill samples, are among what is compared."""
     for request in REQUESTS:
         expected, actual = await single.ask(**request), await split.ask(**request)
         assert without_ids(actual) == without_ids(expected), request
@@ -123,7 +124,7 @@ async def test_a_split_fleet_says_what_one_worker_says(split: RealFleet, single:
 
 
 async def test_first_token_ends(split: RealFleet) -> None:
-    """Stop token, stop string and length at the first token: answered without a decode step."""
+    """AP-01: stop token, stop string and length at the first token are answered without a decode step."""
     for extra, reason, num_tokens in (
         ({"logit_bias": {"258": 100}}, "stop", 1),
         ({"logit_bias": {"65": 100}, "stop_token_ids": [65]}, "stop", 1),
@@ -158,6 +159,7 @@ async def test_a_stop_string_hides_no_transfer(split: RealFleet, stream: bool, n
 
 
 async def test_cached_tokens_are_the_prefill_sides_own(split: RealFleet) -> None:
+    """AP-11"""
     prompt = "a cold prompt of many tokens, " * 8
     cached = []
     for suffix in ("", ""):

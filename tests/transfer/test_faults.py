@@ -134,6 +134,7 @@ async def test_a_killed_prefill_process_fails_what_is_in_flight_and_its_successo
     ],
 )
 async def test_a_mismatch_is_refused_with_the_fields_before_a_byte_moves(make_pair, change, field):
+    """KV-19 (and KV-01, where the layouts cannot be converted)."""
     pair = await make_pair()
     layout = msgspec.structs.replace(LAYOUT, **change.get("layout", {}))
     pool = make_pool(layout, 64, named=False)
@@ -366,6 +367,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_bytes_are_dropped_within_the_deadline_and_harm_nobody(make_pair, name):
+    """SE-04: no file, no memory, no answer, and the next peer is served."""
     pair = await make_pair(connect_s=0.3)
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     loop = asyncio.get_running_loop()
@@ -461,6 +463,7 @@ class Stranger:
 
 
 async def test_tickets_are_good_once_here_and_for_what_was_offered_only(make_pair):
+    """SE-03: an invented, stolen, stretched or used reference reads nothing."""
     pair = await make_pair()
     async with Stranger(pair) as owner, Stranger(pair) as thief:
         await owner.send(Start(1, make_request("r", 100), 0))
@@ -486,6 +489,7 @@ async def test_tickets_are_good_once_here_and_for_what_was_offered_only(make_pai
 
 
 async def test_a_hundred_starts_with_one_id_hold_the_blocks_of_one(make_pair):
+    """SE-05, on the side that holds blocks."""
     pair = await make_pair(num_blocks=256)
     async with Stranger(pair) as stranger:
         for pull_id in range(100):
@@ -518,7 +522,7 @@ async def test_connections_beyond_the_bound_are_refused(make_pair):
 
 
 async def test_a_stale_reference_after_reuse_is_refused(make_pair):
-    """The engine let the blocks go and handed them to another prompt; the ticket has not been revoked yet."""
+    """SE-03: the engine let the blocks go and handed them to another prompt; the ticket has not been revoked yet."""
     pair = await make_pair()
     async with Stranger(pair) as owner:
         await owner.send(Start(1, make_request("r", 100), 0))
@@ -552,7 +556,7 @@ class Narrow(Relay):
 
 
 async def test_blocks_of_an_aborted_pull_are_free_at_once(make_pair, transport):
-    """X is given up while its bytes are on the way; others write into its blocks, and Y comes the same way."""
+    """KV-11: X is given up while its bytes are on the way; others write into its blocks, and Y comes the same way."""
     pair = await make_pair(num_blocks=160)
     relay = Narrow(pair.address)
     pair.address = (await relay.start())[:2]

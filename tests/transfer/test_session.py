@@ -507,6 +507,7 @@ def test_without_streaming_nothing_is_read_before_everything_is_computed():
 
 
 def test_a_completed_transfer_judged_late_is_a_success():
+    """LK-09: what has come is taken in before the deadline is judged."""
     reader = make_reader()
     reader.step(pulling.Begin())
     (copy,) = reader.step(pulling.Offered(make_offer(cached=8), 0.0))

@@ -366,6 +366,7 @@ async def test_an_unknown_model_is_told_which_one_is_served(url: str, http: aioh
 
 
 async def test_request_ids_are_echoed_and_never_keys(url: str, http: aiohttp.ClientSession) -> None:
+    """SE-12"""
     answers = await asyncio.gather(
         *(post(http, url + "/v1/chat/completions", HELLO, **{"x-request-id": "abc"}) for _ in range(20))
     )
