@@ -26,7 +26,7 @@ from kvbaton.types import LocalError, Role
 INTERNAL_KEY_VARIABLE = "KVBATON_INTERNAL_KEY"
 
 Transport = Literal["auto", "shm", "tcp"]
-EngineName = Literal["embedded", "vllm"]
+EngineName = Literal["embedded", "vllm", "sglang", "trtllm"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class WorkerSettings:
     lease_s: float = 30.0  # how long offered blocks stay pinned without a sign of life from the reader
     drain_s: float = 60.0  # how long open requests may still run after a drain began
     max_body_bytes: int = 16 * 1024 * 1024
-    engine: EngineName = "embedded"  # what computes: the engine in this package, or a vLLM server
+    engine: EngineName = "embedded"  # what computes: the engine in this package, or a server of another's
     engine_url: str = ""  # of a server that runs already; empty: one is started
     engine_events: str = ""  # where that server publishes KV events, and after a comma replays them; empty: unknown
     engine_python: str = ""  # of the environment that has the engine; empty: ours

@@ -108,13 +108,14 @@ ROUTER_FLAGS: tuple[_Flag, ...] = (
         "Requests at once before it says 429.  [default: 1024]",
     ),
 )
+ENGINES = ("embedded", "vllm", "sglang", "trtllm")
 SERVER_FLAGS: tuple[_Flag, ...] = (
-    (("--engine",), "worker", "engine", click.Choice(["embedded", "vllm"]), "What computes.  [default: embedded]"),
+    (("--engine",), "worker", "engine", click.Choice(ENGINES), "What computes.  [default: embedded]"),
     (("--engine-python",), "worker", "engine_python", str, "Python of the environment that has vLLM."),
     (("--engine-args",), "worker", "engine_args", str, "More flags for vLLM, in quotes."),
 )
 ENGINE_URL_FLAG: tuple[_Flag, ...] = (
-    (("--engine-url",), "worker", "engine_url", str, "A vLLM server that runs already.  [default: start one]"),
+    (("--engine-url",), "worker", "engine_url", str, "A server that runs already.  [default: start vLLM]"),
     (("--engine-events",), "worker", "engine_events", str, "Its KV events: tcp://HOST:PORT,tcp://HOST:REPLAY-PORT."),
 )
 DISCOVERY_FLAGS: tuple[_Flag, ...] = (

@@ -7,6 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvbaton.types import LocalError
+
+
+def check_engine(engine: str, startable: tuple[str, ...]) -> None:
+    """Servers of some engines are started by whoever has the hardware for them; here they are only driven."""
+    if engine not in startable:
+        fix = f"start its servers, and `kvbaton worker --engine {engine} --engine-url ...` for each"
+        raise LocalError(f"{engine} servers are not started here", field="engine", fix=fix)
+
 
 def check_address(host: str, port: int) -> None:
     """Listen there for a moment; LocalError when the router could not."""

@@ -64,6 +64,7 @@ def up_command(
     roles = fleet_roles(prefill, decode, colocated)
     fleet = options.read_settings(given["config"], settings)
     scale = autoscale_options.read(roles, given, fleet.router.plan_band)
+    preflight.check_engine(fleet.worker.engine, tuple(START_S))
     preflight.check_address(fleet.router.host, fleet.router.port)
     progress = Progress()
     fleet = complete(fleet, roles, progress)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.kv.shared_pool import sweep_stale
@@ -66,11 +67,17 @@ def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
     )
 
 
-async def start_vllm(model: ModelSettings, settings: WorkerSettings, key: str, stop: asyncio.Event) -> Any:
-    """A worker over a vLLM server: one of its own, unless ``engine_url`` names one that runs."""
-    from kvbaton.workers.vllm_process import make_vllm_worker
+async def start_over_server(model: ModelSettings, settings: WorkerSettings, key: str, stop: asyncio.Event) -> Any:
+    """A worker over a server of another engine: a vLLM server of its own, unless ``engine_url`` names one that runs."""
+    worker: Any
+    if settings.engine == "vllm":
+        from kvbaton.workers.vllm_process import make_vllm_worker
 
-    worker = make_vllm_worker(model, settings, key)
+        worker = make_vllm_worker(model, settings, key)
+    else:
+        from kvbaton.workers.engine_process import make_engine_worker
+
+        worker = make_engine_worker(model, settings)
     starting = asyncio.ensure_future(worker.start())
     try:
         await first_of(starting, stop.wait())
@@ -96,8 +103,8 @@ async def run_worker(
     if stale := sweep_stale():
         report("progress", message=f"removed {len(stale)} shared-memory segment(s) of processes that died")
     report("progress", message="loading the model")
-    if settings.engine == "vllm":
-        worker = await start_vllm(model, settings, key, stop)
+    if settings.engine != "embedded":
+        worker = await start_over_server(model, settings, key, stop)
     else:
         loading = asyncio.ensure_future(asyncio.to_thread(make_worker, model, settings))
         await first_of(loading, stop.wait())
@@ -114,7 +121,7 @@ async def run_worker(
                 eos_token_ids=worker.eos_token_ids,
                 model_name=model.name or worker.model_id,
                 internal_key=key,
-                kv_host=settings.kv_host,
+                kv_host=settings.kv_host or urlsplit(settings.engine_url).hostname or "",
                 chunk_tokens=settings.chunk_tokens,
                 max_running=settings.max_running,
                 max_body_bytes=settings.max_body_bytes,

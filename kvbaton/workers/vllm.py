@@ -13,12 +13,12 @@ that was prefilled and is not wanted any more (it goes with its lease). Knows no
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -29,41 +29,32 @@ from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
 from kvbaton.types import (
-    CapacityError,
     GenerateRequest,
     LocalError,
     RemoteError,
     Role,
 )
+from kvbaton.workers.engine_server import EngineServer, events_of, read_whole, refusal
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
 from kvbaton.workers.vllm_kv_events import EngineBlocks
 from kvbaton.workers.vllm_kv_follow import EventEndpoints, KVEventFollower
-from kvbaton.workers.vllm_metrics import EngineFigures, read_figures
+from kvbaton.workers.vllm_metrics import VLLM, EngineFigures
 from kvbaton.workers.vllm_server import VllmServer
 from kvbaton.workers.vllm_stream import (
     CHUNK,
-    MAX_EVENT_BYTES,
     UNREADABLE,
-    Chunk,
-    EventSplitter,
     TokenReader,
     Usage,
     message_of,
     status_of,
 )
 
-log = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
 _USUAL_BLOCK_SIZE = 128  # of vLLM on a CPU, until the server says its own
 _START_S = 900.0  # compiling a large model takes minutes
-_SCRAPE_S = 0.25
-_SCRAPE_TIMEOUT_S = 5.0
 _TIME_OF_DAY_S = 1e9  # 2001; no process's clock, which starts with its machine, is that far
 _LEASE_MARGIN_S = 2.0  # the decode server must have asked for the KV before its lease ends
-# Without figures for so long nobody knows whether a prefill would be spent in vain.
-_FIGURES_MAX_AGE_S = 5.0
-_ROOM_FIGURES = frozenset({"text", "num_running", "num_waiting"})
 # What the prefill leg asks for: one token, to be continued elsewhere.
 _OFFER = {
     "do_remote_decode": True,
@@ -84,7 +75,6 @@ class VllmOptions:
     dtype: str = "bfloat16"
     max_running: int = 64
     max_waiting: int = 256
-    peer_host: str = ""  # where decode workers reach the server; empty: the host in ``url``
     events: EventEndpoints | None = None  # where it publishes what its prefix cache holds
 
 
@@ -113,7 +103,6 @@ class _Version(msgspec.Struct):
     version: str = ""
 
 
-_Answer = TypeVar("_Answer")
 _LEASE = msgspec.json.Decoder(_Lease)
 
 
@@ -137,14 +126,12 @@ class VllmWorker:
         self.version = ""
         self.fingerprint = fingerprint_of(self._layout(_USUAL_BLOCK_SIZE), config.revision, config.rope_text)
         self.kv_port = int(options.url.rpartition(":")[2])
-        self.figures = EngineFigures()
-        self._figures_at_s = time.monotonic()
-        self._trouble = ""  # with the figures, as last logged
-        self._num_open = 0
-        self._num_done = 0
-        self._num_failed = 0
-        self._session: aiohttp.ClientSession | None = None
+        self.engine = EngineServer(options.url, options.api_key, VLLM, options.max_running, options.max_waiting)
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def figures(self) -> EngineFigures:
+        return self.engine.figures
 
     @property
     def block_size(self) -> int:
@@ -159,23 +146,17 @@ class VllmWorker:
         """RemoteError when the server answers, but not as what it should be; LocalError when ours does not come up."""
         if self._server is not None:
             await self._server.start(_START_S)
-        headers = {"authorization": f"Bearer {self.options.api_key}"} if self.options.api_key else {}
-        self._session = aiohttp.ClientSession(
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
-            connector=aiohttp.TCPConnector(limit=0),
-            trust_env=False,
-        )
-        models = await self._get_json("/v1/models", _Models)
+        await self.engine.open()
+        models = await self.engine.get_json("/v1/models", _Models)
         lengths = {card.id: card.max_model_len for card in models.data}
         if self.options.model_name not in lengths:
             raise RemoteError(f"the server has {', '.join(lengths)}, not {self.options.model_name}", field="model")
         self.max_context = min(self.max_context, lengths[self.options.model_name])
-        self.version = (await self._get_json("/version", _Version)).version
-        await self._scrape()
+        self.version = (await self.engine.get_json("/version", _Version)).version
+        await self.engine.scrape()
         layout = self._layout(self.block_size)
         self.fingerprint = fingerprint_of(layout, f"{self.config.revision}/vllm-{self.version}", self.config.rope_text)
-        self._tasks.append(asyncio.create_task(self._watch()))
+        self._tasks.append(asyncio.create_task(self.engine.watch()))
         if self.options.events is not None:
             self._follow_events(self.options.events)
 
@@ -189,40 +170,6 @@ class VllmWorker:
         self.follower = KVEventFollower(endpoints, blocks, events)
         self._tasks.append(asyncio.create_task(self.follower.run()))
 
-    async def _get_json(self, path: str, kind: type[_Answer]) -> _Answer:
-        try:
-            return msgspec.json.decode(await self._get(path), type=kind)
-        except UNREADABLE as error:
-            raise RemoteError(f"the server's answer to {path} cannot be read: {error}") from None
-
-    async def _get(self, path: str) -> bytes:
-        async with asyncio.timeout(_SCRAPE_TIMEOUT_S), self._http.get(self.options.url + path) as response:
-            if response.status != 200:
-                raise RemoteError(f"the server answers {response.status} to {path}")
-            return await _read(response, MAX_EVENT_BYTES)
-
-    async def _watch(self) -> None:
-        """Survives whatever the server answers: without it no figure would ever change again."""
-        while True:
-            await asyncio.sleep(_SCRAPE_S)
-            try:
-                await self._scrape()
-                odd = self.figures.odd
-                self._tell(f"these are odd: {', '.join(odd)}" if odd else "")
-            except Exception as error:
-                self._tell(f"they cannot be read: {type(error).__name__}: {error}")
-
-    def _tell(self, trouble: str) -> None:
-        if trouble != self._trouble:
-            self._trouble = trouble
-            log.warning("the server's figures: %s", trouble or "they can be read again")
-
-    async def _scrape(self) -> None:
-        text = (await self._get("/metrics")).decode(errors="replace")
-        self.figures = read_figures(text, self.figures)
-        if not _ROOM_FIGURES.intersection(self.figures.odd):
-            self._figures_at_s = time.monotonic()
-
     @property
     def alive(self) -> bool:
         return self._server is None or self._server.alive
@@ -235,26 +182,14 @@ class VllmWorker:
     def backend(self) -> str:
         return f"vllm {self.version}"
 
-    @property
-    def _http(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "start the worker first"
-        return self._session
-
     async def drain(self, deadline_s: float) -> bool:
-        """Until the server has no requests. It does not say who still reads from it: what was offered has its lease."""
-        until_s = time.monotonic() + deadline_s
-        while self.figures.num_running + self.figures.num_waiting:
-            if time.monotonic() > until_s:
-                return False
-            await asyncio.sleep(_SCRAPE_S)
-        return True
+        return await self.engine.idle(deadline_s)
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        await self.engine.close()
         if self._server is not None:
             await self._server.stop()
 
@@ -264,24 +199,7 @@ class VllmWorker:
         return True
 
     def stats(self) -> WorkerStats:
-        figures = self.figures
-        num_used = round(figures.num_blocks * figures.usage)
-        return WorkerStats(
-            num_waiting=figures.num_waiting,
-            num_running=figures.num_running,
-            num_active=max(self._num_open, figures.num_running + figures.num_waiting),
-            num_blocks=figures.num_blocks,
-            num_blocks_used=num_used,
-            num_blocks_free=figures.num_blocks - num_used,
-            num_prompt_tokens=figures.num_computed_tokens,
-            num_cached_tokens=figures.num_cached_tokens,
-            num_output_tokens=figures.num_output_tokens,
-            num_preemptions=figures.num_preemptions,
-            num_lease_expiries=figures.num_expired,
-            transfer_bytes_received=figures.num_bytes_received,
-            num_transfers=self._num_done,
-            num_transfer_failures=self._num_failed + figures.num_failed_transfers,
-        )
+        return self.engine.stats()
 
     # -- requests
 
@@ -289,36 +207,23 @@ class VllmWorker:
         self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
     ) -> AsyncGenerator[WorkerEvent, bool | None]:
         """See ``protocol.Worker.generate``. Close the iterator (``aclose``) to abort."""
-        if self._num_open >= self.options.max_running + self.options.max_waiting:
-            raise CapacityError("this worker's queue is full", fix="retry later")
-        if prefill is not None and (self.figures.num_waiting or self._num_open >= self.options.max_running):
-            raise CapacityError("the decode server has no room", fix="retry later or elsewhere")
-        if prefill is not None and time.monotonic() - self._figures_at_s > _FIGURES_MAX_AGE_S:
-            raise CapacityError("the decode server does not say whether it has room", fix="retry later or elsewhere")
-        return self._run(request, prefill, deadline_s)
-
-    async def _run(
-        self, request: GenerateRequest, prefill: PeerAddress | None, deadline_s: float
-    ) -> AsyncGenerator[WorkerEvent, bool | None]:
-        self._num_open += 1
-        started_s = time.monotonic()
+        self.engine.check_room(prefill is not None)
         body = request_body(request, self.options.model_name)
-        try:
-            async with asyncio.timeout(deadline_s):
-                transfer, lease = None, _Lease()
-                if prefill is not None:
-                    transfer, lease = await self._prefill(request, prefill, body)
-                prefilled_s = time.monotonic() - started_s
-                async for event in self._decode(request, body, transfer, lease):
-                    if isinstance(event, Finished) and prefill is not None:
-                        self._num_done += 1
-                        event = msgspec.structs.replace(event, prefill_s=prefilled_s)
-                    if (yield event):
-                        return  # the server does not say before the end what a request took
-        except TimeoutError:
-            raise CapacityError(f"the request's deadline of {deadline_s:.0f} s has passed", fix="retry later") from None
-        finally:
-            self._num_open -= 1
+        legs = self._decode(request, body) if prefill is None else self._both(request, body, prefill)
+        return self.engine.run(legs, deadline_s)
+
+    async def _both(
+        self, request: GenerateRequest, body: dict[str, Any], prefill: PeerAddress
+    ) -> AsyncGenerator[WorkerEvent, None]:
+        started_s = time.monotonic()
+        transfer, lease = await self._prefill(request, prefill, body)
+        prefilled_s = time.monotonic() - started_s
+        async with contextlib.aclosing(self._decode(request, body, transfer, lease)) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    self.engine.num_done += 1
+                    event = msgspec.structs.replace(event, prefill_s=prefilled_s)
+                yield event
 
     async def _prefill(
         self, request: GenerateRequest, prefill: PeerAddress, body: dict[str, Any]
@@ -329,8 +234,8 @@ class VllmWorker:
             asked.pop(name, None)
         url = f"http://{prefill.host}:{prefill.port}/v1/completions"
         try:
-            async with self._http.post(url, data=_ENCODER.encode(asked), headers=_headers(request)) as response:
-                raw = await _read(response, MAX_EVENT_BYTES)
+            async with self.engine.http.post(url, data=_ENCODER.encode(asked), headers=_headers(request)) as response:
+                raw = await read_whole(response)
                 if response.status != 200:
                     raise RemoteError(f"the prefill server answers {response.status}: {message_of(raw)}")
             answer = CHUNK.decode(raw)
@@ -339,43 +244,46 @@ class VllmWorker:
                 raise RemoteError(f"the prefill server offers no KV (finish reason {reason})")
             lease = _LEASE.decode(bytes(answer.kv_transfer_params))
         except (aiohttp.ClientError, OSError, *UNREADABLE) as error:
-            self._num_failed += 1
+            self.engine.num_failed += 1
             raise RemoteError(f"prefill at {prefill.host}:{prefill.port}: {type(error).__name__}: {error}") from None
         except RemoteError:
-            self._num_failed += 1
+            self.engine.num_failed += 1
             raise
         if lease.remote_prefill_cached_tokens is None and answer.usage is not None:
             lease.remote_prefill_cached_tokens = answer.usage.num_cached
         if lease.over(time.time()):
-            self._num_failed += 1
+            self.engine.num_failed += 1
             raise RemoteError("the prefilled KV's lease ended before decode could start")
         return answer.kv_transfer_params, lease
 
     async def _decode(
-        self, request: GenerateRequest, body: dict[str, Any], transfer: msgspec.Raw | None, lease: _Lease
-    ) -> AsyncIterator[WorkerEvent]:
+        self,
+        request: GenerateRequest,
+        body: dict[str, Any],
+        transfer: msgspec.Raw | None = None,
+        lease: _Lease | None = None,
+    ) -> AsyncGenerator[WorkerEvent, None]:
         num_prompt = len(request.prompt_token_ids)
         asked = body if transfer is None else {**body, "kv_transfer_params": transfer}
         admitted, usage, tokens = False, Usage(), TokenReader(request, self.config.vocab_size)
         url = self.options.url + "/v1/completions"
         try:
-            async with self._http.post(url, data=_ENCODER.encode(asked), headers=_headers(request)) as response:
+            async with self.engine.http.post(url, data=_ENCODER.encode(asked), headers=_headers(request)) as response:
                 if response.status != 200:
-                    raise self._refused(response.status, await _read(response, MAX_EVENT_BYTES))
-                async for chunk in _chunks(response):
+                    raise refusal(response.status, await read_whole(response))
+                async for data in events_of(response):
+                    chunk = CHUNK.decode(data)
                     if chunk.error is not None:
-                        raise self._refused(status_of(chunk.error), _ENCODER.encode({"error": chunk.error}))
+                        raise refusal(status_of(chunk.error), _ENCODER.encode({"error": chunk.error}))
                     usage = chunk.usage or usage
                     if not admitted:
                         admitted = True
-                        yield _admitted(num_prompt, transfer is not None, lease)
+                        yield _admitted(num_prompt, lease)
                     for choice in chunk.choices:
                         for output in tokens.push(choice):
                             yield output
                 tokens.close()
-        except UNREADABLE as error:
-            raise LocalError(f"the server's answer cannot be read: {error}") from None
-        except RemoteError as error:
+        except (RemoteError, *UNREADABLE) as error:
             raise LocalError(f"the server's answer cannot be read: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise LocalError(f"the server went away: {type(error).__name__}: {error}") from None
@@ -385,14 +293,6 @@ class VllmWorker:
         # What the decode server calls cached came over the wire, unless its own cache had it: the engine's word for it.
         num_blocks = -(-usage.num_cached // self.block_size)
         yield Finished(transfer_bytes=num_blocks * self._layout(self.block_size).block_bytes)
-
-    def _refused(self, status: int, raw: bytes) -> Exception:
-        message = message_of(raw)
-        if status == 400:
-            return LocalError(message, field="prompt")
-        if status in (429, 503):
-            return CapacityError(message, fix="retry later")
-        return LocalError(f"the server answers {status}: {message}")
 
 
 def request_body(request: GenerateRequest, model_name: str) -> dict[str, Any]:
@@ -433,8 +333,9 @@ def request_body(request: GenerateRequest, model_name: str) -> dict[str, Any]:
     return body
 
 
-def _admitted(num_prompt: int, remote: bool, lease: _Lease) -> Admitted:
-    if not remote:
+def _admitted(num_prompt: int, lease: _Lease | None) -> Admitted:
+    """``lease``: of what is pulled; None where nothing is."""
+    if lease is None:
         return Admitted(num_prompt, 0)  # how much was cached is told with the last part
     num_cached = max(0, min(lease.remote_prefill_cached_tokens or 0, num_prompt))  # the peer's word
     return Admitted(num_prompt, num_cached, num_prompt, path="remote")
@@ -442,24 +343,3 @@ def _admitted(num_prompt: int, remote: bool, lease: _Lease) -> Admitted:
 
 def _headers(request: GenerateRequest) -> dict[str, str]:
     return {"content-type": "application/json", "x-request-id": request.request_id}
-
-
-async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """A whole body; RemoteError for one beyond the bound, whose sender is at fault."""
-    raw = bytearray()
-    async for part in response.content.iter_any():
-        raw += part
-        if len(raw) > max_bytes:
-            raise RemoteError(f"an answer of more than {max_bytes} bytes")
-    return bytes(raw)
-
-
-async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[Chunk]:
-    """Server-sent events until the end mark; a stream without one was cut."""
-    splitter = EventSplitter()
-    async for part in response.content.iter_any():
-        for data in splitter.push(part):
-            if data == b"[DONE]":
-                return
-            yield CHUNK.decode(data)
-    raise aiohttp.ClientPayloadError("the stream ended without its end mark")

@@ -1,4 +1,4 @@
-"""vLLM's own figures, read from its /metrics text: load, blocks, tokens by source, and what its KV connector moved.
+"""An engine's own figures, read from its /metrics text: load, blocks, tokens by source, what its KV connector moved.
 
 Names have changed over versions; those known are tried in order, and one that is missing is a zero that ``missing``
 names. One that is there and makes no sense (not a number, below zero, beyond any count) keeps its last value, and
@@ -14,33 +14,71 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-# our name -> names of the sample in vLLM, newest first, with the labels that must match
-_SAMPLES: dict[str, tuple[tuple[str, dict[str, str]], ...]] = {
-    "num_running": (("vllm:num_requests_running", {}),),
-    "num_waiting": (("vllm:num_requests_waiting", {}),),
-    "usage": (("vllm:kv_cache_usage_perc", {}), ("vllm:gpu_cache_usage_perc", {})),
-    "num_computed_tokens": (
-        ("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}),
-        ("vllm:prompt_tokens_total", {}),
-    ),
-    "num_cached_tokens": (
-        ("vllm:prompt_tokens_by_source_total", {"source": "local_cache_hit"}),
-        ("vllm:prefix_cache_hits_total", {}),
-    ),
-    "num_external_tokens": (
-        ("vllm:prompt_tokens_by_source_total", {"source": "external_kv_transfer"}),
-        ("vllm:external_prefix_cache_hits_total", {}),
-    ),
-    "num_output_tokens": (("vllm:generation_tokens_total", {}),),
-    "num_preemptions": (("vllm:num_preemptions_total", {}),),
-    "num_bytes_received": (("vllm:nixl_bytes_transferred_sum", {}),),
-    "num_failed_transfers": (("vllm:nixl_num_failed_transfers_total", {}),),
-    "num_expired": (("vllm:nixl_num_kv_expired_reqs_total", {}),),
-}
-_CONFIG = "vllm:cache_config_info"
-_LABELS = {"num_blocks": "num_gpu_blocks", "block_size": "block_size"}
-_KNOWN = frozenset({_CONFIG, *(name for names in _SAMPLES.values() for name, _ in names)})
-_NAME = re.compile(r"vllm:\w+")
+# our name -> names of the sample in the engine, newest first, with the labels that must match
+Samples = dict[str, tuple[tuple[str, dict[str, str]], ...]]
+
+
+@dataclass(frozen=True)
+class FigureTable:
+    """What one engine calls the figures."""
+
+    samples: Samples
+    config: str = ""  # the sample whose labels are settings
+    labels: dict[str, str] = field(default_factory=dict)  # our name -> its label
+
+    @property
+    def known(self) -> frozenset[str]:
+        return frozenset({self.config, *(name for names in self.samples.values() for name, _ in names)} - {""})
+
+
+VLLM = FigureTable(
+    {
+        "num_running": (("vllm:num_requests_running", {}),),
+        "num_waiting": (("vllm:num_requests_waiting", {}),),
+        "usage": (("vllm:kv_cache_usage_perc", {}), ("vllm:gpu_cache_usage_perc", {})),
+        "num_computed_tokens": (
+            ("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}),
+            ("vllm:prompt_tokens_total", {}),
+        ),
+        "num_cached_tokens": (
+            ("vllm:prompt_tokens_by_source_total", {"source": "local_cache_hit"}),
+            ("vllm:prefix_cache_hits_total", {}),
+        ),
+        "num_external_tokens": (
+            ("vllm:prompt_tokens_by_source_total", {"source": "external_kv_transfer"}),
+            ("vllm:external_prefix_cache_hits_total", {}),
+        ),
+        "num_output_tokens": (("vllm:generation_tokens_total", {}),),
+        "num_preemptions": (("vllm:num_preemptions_total", {}),),
+        "num_bytes_received": (("vllm:nixl_bytes_transferred_sum", {}),),
+        "num_failed_transfers": (("vllm:nixl_num_failed_transfers_total", {}),),
+        "num_expired": (("vllm:nixl_num_kv_expired_reqs_total", {}),),
+    },
+    "vllm:cache_config_info",
+    {"num_blocks": "num_gpu_blocks", "block_size": "block_size"},
+)
+SGLANG = FigureTable(
+    {
+        "num_running": (("sglang:num_running_reqs", {}),),
+        "num_waiting": (("sglang:num_queue_reqs", {}),),
+        "usage": (("sglang:token_usage", {}),),
+        "num_computed_tokens": (("sglang:prompt_tokens_total", {}),),
+        "num_cached_tokens": (("sglang:cached_tokens_total", {}),),
+        "num_output_tokens": (("sglang:generation_tokens_total", {}),),
+    },
+    "sglang:cache_config_info",
+    {"num_blocks": "num_pages", "block_size": "page_size"},
+)
+TRTLLM = FigureTable(
+    {
+        "num_running": (("trtllm_num_requests_running", {}),),
+        "num_waiting": (("trtllm_num_requests_waiting", {}),),
+        "usage": (("trtllm_kv_cache_utilization", {}),),
+        "num_blocks": (("trtllm_kv_cache_max_blocks", {}),),
+        "block_size": (("trtllm_kv_cache_tokens_per_block", {}),),
+    }
+)
+_NAME = re.compile(r"[a-zA-Z_:][\w:]*")
 _EXPOSITION = re.compile(r"\s*(#.*|[a-zA-Z_:][\w:]*(\{.*\})?\s+\S+(\s+\S+)?\s*)?$")
 _MAX_COUNT = 2**63
 _MAX_DIGITS = 12
@@ -67,24 +105,24 @@ class EngineFigures:
     odd: tuple[str, ...] = field(default=())  # "text": what was read is no exposition
 
 
-def read_figures(text: str, last: EngineFigures | None = None) -> EngineFigures:
+def read_figures(text: str, last: EngineFigures | None = None, table: FigureTable = VLLM) -> EngineFigures:
     """``last`` holds the values of what cannot be read now."""
     before = EngineFigures() if last is None else last
-    samples, broken = _samples(text)
+    samples, broken = _samples(text, table.known)
     if "text" in broken:
         return replace(before, odd=("text",))
     found: dict[str, Any] = {}
     odd = set()
-    for ours, names in _SAMPLES.items():
+    for ours, names in table.samples.items():
         value = _value(samples, names, mean=ours == "usage")
         if value is not None and 0 <= value <= (1 if ours == "usage" else _MAX_COUNT):  # NaN is not
             found[ours] = value if ours == "usage" else int(value)
         elif value is not None or broken.intersection(name for name, _ in names):
             odd.add(ours)
-    missing = tuple(name for name in _SAMPLES if name not in found and name not in odd)
-    for ours, label in _LABELS.items():
+    missing = tuple(name for name in table.samples if name not in found and name not in odd)
+    for ours, label in table.labels.items():
         counts = [_whole(sample.labels[label]) for sample in samples if label in sample.labels]
-        if None in counts or _CONFIG in broken:
+        if None in counts or table.config in broken:
             odd.add(ours)
         else:
             known = [count for count in counts if count is not None]
@@ -93,7 +131,7 @@ def read_figures(text: str, last: EngineFigures | None = None) -> EngineFigures:
     return EngineFigures(**found, missing=missing, odd=tuple(sorted(odd)))
 
 
-def _samples(text: str) -> tuple[list[Sample], set[str]]:
+def _samples(text: str, known: frozenset[str]) -> tuple[list[Sample], set[str]]:
     """The samples we know of, and the names of those that cannot be read ("text": it is something else altogether).
 
     Each line is read by itself, so that one that is broken does not take the others with it.
@@ -102,7 +140,7 @@ def _samples(text: str) -> tuple[list[Sample], set[str]]:
     broken = set()
     for line in text.splitlines():
         name = _NAME.match(line)
-        if name is None or name[0] not in _KNOWN:
+        if name is None or name[0] not in known:
             continue
         try:
             samples += [sample for family in text_string_to_metric_families(line) for sample in family.samples]

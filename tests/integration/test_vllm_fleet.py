@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +71,20 @@ def test_the_router_knows_what_each_server_caches(split: VllmFleet) -> None:
     assert again["prompt_tokens_details"]["cached_tokens"] >= num_blocks * BLOCK - BLOCK
     other = split.complete(prompt=text, cache_salt="another tenant").json()["usage"]
     assert not other["prompt_tokens_details"]["cached_tokens"], "a salt shares nothing"
+
+
+def test_the_doctor_reads_both_servers_and_finds_nothing(split: VllmFleet) -> None:
+    command = [sys.executable, "-m", "kvbaton.cli.main", "doctor", "--json", "--pid", str(split.process.pid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert not [one for one in found["findings"] if one["severity"] == "error"]
+    prefill, decode = (one for one in found["servers"] if one["engine"] == "vllm")
+    assert len(prefill["compatibility_hash"]) == 64
+    assert prefill["compatibility_hash"] == decode["compatibility_hash"]
+    assert prefill["block_size"] == decode["block_size"] == BLOCK and prefill["attention"] and prefill["connector"]
+    (pair,) = found["pairs"]
+    assert pair["num_bytes"] >= 1024 // BLOCK * BLOCK * KV_BYTES and not pair["trouble"]
 
 
 def test_a_stream_says_the_same_and_what_it_took(split: VllmFleet) -> None:

@@ -172,7 +172,7 @@ async def running_pair(model_dir: Path) -> AsyncIterator[Pair]:
         stack.push_async_callback(worker.stop)
         yield Pair(prefill, decode, worker, peer)
         await until(lambda: prefill.num_open == decode.num_open == 0)
-        assert worker._num_open == 0
+        assert worker.engine.num_open == 0
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ async def test_the_watcher_survives_every_answer_and_says_so_once(pair: Pair, ca
         pair.decode.metrics = text
         await until(lambda found=found: pair.worker.figures.odd == found)
         assert pair.worker.stats().num_running == 1, "the last value is kept"
-        pair.worker._figures_at_s -= 60
+        pair.worker.engine.figures_at_s -= 60
         scraped = pair.worker.figures
         await until(lambda scraped=scraped: pair.worker.figures is not scraped)
         with pytest.raises(CapacityError, match="does not say"):

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import pytest
 from workers.event_publisher import publishing
-from workers.scripted import until
+from workers.scripted import serving, until
+from workers.test_vllm import FakeVllm, start
 from workers.test_vllm_kv_events import PROMPT, SIZE, stored
 
 from kvbaton.clock import MonotonicClock
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.blocks import block_hashes
 from kvbaton.types import LocalError
 from kvbaton.workers import vllm_kv_follow
-from kvbaton.workers.kv_events import KVEventLog
+from kvbaton.workers.kv_events import KVEventLog, KVEventsAnswer
+from kvbaton.workers.server import ServerOptions, WorkerServer
+from kvbaton.workers.vllm import VllmOptions, VllmWorker
 from kvbaton.workers.vllm_kv_events import EngineBlocks
 from kvbaton.workers.vllm_kv_follow import EventEndpoints, KVEventFollower, parse_endpoints
 
@@ -162,3 +169,34 @@ def test_endpoints_as_text() -> None:
         with pytest.raises(LocalError, match="KV events come from") as caught:
             parse_endpoints(text)
         assert caught.value.field == "engine_events"
+
+
+async def test_a_worker_over_vllm_tells_its_router_in_the_servers_block_size(tiny_model_dir: Path) -> None:
+    """From the server's socket to what a router reads: one block of 128 tokens."""
+    tokens = [index % 300 for index in range(128)]
+    stored_block = {
+        "type": "BlockStored",
+        "block_hashes": [7],
+        "parent_block_hash": None,
+        "token_ids": tokens,
+        "block_size": 128,
+    }
+    async with AsyncExitStack() as stack:
+        publisher, endpoints = await stack.enter_async_context(publishing())
+        host, port = await start(stack, FakeVllm())
+        options = VllmOptions(f"http://{host}:{port}", "decode", "m", events=endpoints)
+        worker = VllmWorker(options, ModelConfig.from_dir(tiny_model_dir), Tokenizer.load(tiny_model_dir))
+        await worker.start()
+        stack.push_async_callback(worker.stop)
+        await publisher.subscribed()
+        await publisher.publish(stored_block)
+        app = WorkerServer(worker, ServerOptions(block_size=worker.block_size, internal_key="k" * 20))
+        url = await stack.enter_async_context(serving(app))
+        http = await stack.enter_async_context(aiohttp.ClientSession(headers={"x-kvbaton-key": "k" * 20}))
+        async with http.get(f"{url}/internal/info") as response:
+            info = await response.json()
+        assert info["kv_events"] and info["block_size"] == 128
+        async with http.get(f"{url}/internal/kv-events?from=0&wait_s=20") as response:
+            answer = msgspec.msgpack.decode(await response.read(), type=KVEventsAnswer)
+        assert answer.block_size == 128
+        assert [batch.stored for batch in answer.batches] == [tuple(block_hashes(tokens, 128))]

@@ -1,0 +1,85 @@
+"""What was read of each server of a fleet before any request: plain data, whoever told it.
+
+Invariants: what nobody told is empty, zero or None and means "not known", never "equal". Pure; knows nothing about
+sockets or about what is wrong with a value (``findings``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvbaton.types import Fingerprint, LocalError, Role
+
+TargetRole = Literal["prefill", "decode", "both", "router"]
+ROLES: tuple[TargetRole, ...] = ("prefill", "decode", "both", "router")
+
+
+class Target(msgspec.Struct, frozen=True):
+    """One server that is to be looked at."""
+
+    name: str
+    role: TargetRole
+    url: str  # http://host:port
+    kv_address: str = ""  # where peers are sent for its KV, instead of where it says
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    name: str
+    role: TargetRole
+    url: str
+    engine: str = ""  # kvbaton, vllm, sglang
+    behind: str = ""  # the worker of ours that drives it
+    trouble: str = ""  # it could not be read, and why
+    version: str = ""
+    state: str = ""  # in its own words
+    says_role: Role | None = None
+    model: str = ""
+    model_path: str = ""
+    fingerprint: Fingerprint | None = None
+    compatibility_hash: str = ""  # of an engine that tells no more
+    block_size: int = 0
+    kv_dtype: str = ""
+    kv_layout: str = ""
+    attention: str = ""  # backend; what layout and hash depend on
+    tp_size: int = 0
+    max_context: int = 0
+    skew_s: float | None = None  # its clock minus ours
+    kv_host: str = ""  # where peers find its KV
+    kv_port: int = 0
+    kv_trouble: str = ""  # that address could not be reached from here, and why
+    connector: bool | None = None  # whether it hands off KV at all
+    members: tuple[str, ...] = ()  # of a router: those it does not use, and why
+    unread: tuple[str, ...] = ()  # what could not be looked at, and why
+
+
+class PairFacts(msgspec.Struct, frozen=True):
+    """One hand-off that was really made."""
+
+    prefill: str
+    decode: str
+    num_bytes: int = 0
+    seconds: float = 0.0  # median
+    repeats: int = 0
+    trouble: str = ""
+
+    @property
+    def gb_per_s(self) -> float | None:
+        return self.num_bytes / self.seconds / 1e9 if self.seconds > 0 else None
+
+
+class Examination(msgspec.Struct, frozen=True):
+    servers: tuple[ServerFacts, ...]
+    pairs: tuple[PairFacts, ...] = ()
+
+
+def parse_target(text: str, taken: int) -> Target:
+    """``ROLE=URL`` or ``NAME:ROLE=URL``. ``taken``: how many of that kind there are already, for the name."""
+    left, separator, url = text.partition("=")
+    name, _, role = left.rpartition(":")
+    if not separator or role not in ROLES or not url.startswith("http://") or url.count(":") < 2:
+        fix = f"give ROLE=http://HOST:PORT with a role of {', '.join(ROLES)}"
+        raise LocalError(f"{text!r} is no server to look at", field="targets", fix=fix)
+    found: TargetRole = role  # type: ignore[assignment]
+    return Target(name or f"{role}-{taken}", found, url.rstrip("/"))

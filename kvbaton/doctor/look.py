@@ -1,0 +1,201 @@
+"""Reads what each server tells before any request: ours by ``/version`` and ``/internal/info``, others by their own.
+
+Which engine answers is found out, not told. Invariants: every question has a deadline; nothing is changed anywhere; a
+server that does not answer is a fact like any other. Knows nothing about what is wrong with an answer (``findings``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from kvbaton.doctor.facts import ServerFacts, Target
+from kvbaton.doctor.look_sglang import look_at_sglang
+from kvbaton.doctor.look_vllm import look_at_vllm
+from kvbaton.types import Fingerprint, RemoteError
+from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
+from kvbaton.workers.vllm_server import key_for_servers
+
+ANSWER_S = 5.0
+CONNECT_S = 3.0
+_MAX_BYTES = 8 * 1024 * 1024
+_VLLM_MARK = "/vllm-"  # in the revision that a worker over vLLM tells
+
+
+class Answer(msgspec.Struct, frozen=True):
+    status: int
+    body: bytes
+    headers: Mapping[str, str]  # names in lower case
+    took_s: float
+
+    def json(self) -> Any:
+        """None for what is no JSON."""
+        try:
+            return msgspec.json.decode(self.body)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            return None
+
+
+class Asking:
+    """Questions with a deadline. RemoteError when nobody answers."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def get(self, url: str, headers: Mapping[str, str] | None = None) -> Answer:
+        return await self._ask("GET", url, None, headers)
+
+    async def post(
+        self, url: str, body: object, headers: Mapping[str, str] | None = None, timeout_s: float = ANSWER_S
+    ) -> Answer:
+        return await self._ask("POST", url, msgspec.json.encode(body), headers, timeout_s)
+
+    async def _ask(
+        self,
+        method: str,
+        url: str,
+        data: bytes | None,
+        headers: Mapping[str, str] | None,
+        timeout_s: float = ANSWER_S,
+    ) -> Answer:
+        sent = {"content-type": "application/json", **(headers or {})} if data is not None else dict(headers or {})
+        began_s = time.monotonic()
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(method, url, data=data, headers=sent) as response,
+            ):
+                body = bytearray()
+                async for part in response.content.iter_any():
+                    body += part
+                    if len(body) > _MAX_BYTES:
+                        raise RemoteError(f"{url} answers with more than {_MAX_BYTES} bytes", field="url")
+                took_s = time.monotonic() - began_s
+                found = {name.lower(): value for name, value in response.headers.items()}
+                return Answer(response.status, bytes(body), found, took_s)
+        except TimeoutError:
+            raise RemoteError(f"no answer from {url} within {timeout_s:g} s", field="url") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise RemoteError(f"no answer from {url}: {error or type(error).__name__}", field="url") from None
+
+
+async def look_at_all(
+    asking: Asking, targets: Sequence[Target], key: str, api_key: str, probe: bool
+) -> list[ServerFacts]:
+    """All at once. ``probe``: servers of other engines are asked for one token, to see what they offer."""
+    found = await asyncio.gather(*(_look_at(asking, target, key, api_key, probe) for target in targets))
+    return [facts for several in found for facts in several]
+
+
+async def _look_at(asking: Asking, target: Target, key: str, api_key: str, probe: bool) -> list[ServerFacts]:
+    facts = ServerFacts(target.name, target.role, target.url)
+    try:
+        version = await asking.get(target.url + "/version")
+        skew_s = skew_of(version)
+        told = version.json()
+        if version.status == 200 and isinstance(told, dict) and "kvbaton" in told:
+            found = await _look_at_ours(asking, target, told, key, probe)
+        elif (sglang := await look_at_sglang(asking, facts, api_key)) is not None:
+            found = [sglang]
+        else:
+            found = [await look_at_vllm(asking, facts, api_key, probe)]
+    except RemoteError as error:
+        return [msgspec.structs.replace(facts, trouble=str(error))]
+    reached = [await _reach(one) for one in found]
+    return [msgspec.structs.replace(one, skew_s=one.skew_s if one.behind else skew_s) for one in reached]
+
+
+async def _look_at_ours(
+    asking: Asking, target: Target, told: dict[str, Any], key: str, probe: bool
+) -> list[ServerFacts]:
+    facts = ServerFacts(
+        name=target.name,
+        role=target.role,
+        url=target.url,
+        engine="kvbaton",
+        version=str(told.get("kvbaton", "")),
+        model=str(told.get("model", "")),
+        block_size=_whole(told.get("block_size")),
+        max_context=_whole(told.get("max_context")),
+        fingerprint=_fingerprint(told.get("fingerprint")),
+    )
+    if target.role == "router":
+        return [msgspec.structs.replace(facts, fingerprint=None, members=await _members(asking, target))]
+    if not key:
+        unread = "without the fleet's key (KVBATON_INTERNAL_KEY) its role and its port for KV stay unknown"
+        return [msgspec.structs.replace(facts, unread=(unread,))]
+    answer = await asking.get(target.url + "/internal/info", {INTERNAL_KEY_HEADER.decode(): key})
+    if answer.status == 403:
+        trouble = "it does not take this key: it has another KVBATON_INTERNAL_KEY, or none"
+        return [msgspec.structs.replace(facts, trouble=trouble)]
+    try:
+        info = msgspec.json.decode(answer.body, type=WorkerInfo)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        trouble = f"its /internal/info cannot be read by this version: {error}"
+        return [msgspec.structs.replace(facts, trouble=trouble)]
+    host, port = info.kv_host or urlsplit(target.url).hostname or "", info.kv_port
+    if target.kv_address:
+        host, _, text = target.kv_address.rpartition(":")
+        port = int(text)
+    facts = msgspec.structs.replace(
+        facts, state=info.state, says_role=info.role, kv_host=host, kv_port=port, kv_dtype=info.fingerprint.kv_dtype
+    )
+    if _VLLM_MARK not in info.fingerprint.model_revision:
+        return [facts]
+    engine = ServerFacts(f"{target.name}'s vLLM", target.role, f"http://{host}:{port}", behind=target.name)
+    return [facts, await look_at_vllm(asking, engine, key_for_servers(key), probe)]
+
+
+async def _members(asking: Asking, target: Target) -> tuple[str, ...]:
+    """Those that the router does not use, and why."""
+    answer = (await asking.get(target.url + "/fleet")).json()
+    members = answer.get("members") if isinstance(answer, dict) else None
+    if not isinstance(members, list):
+        return ("its /fleet cannot be read",)
+    return tuple(
+        f"{member.get('name')} is {member['state']}: {member.get('reason')}"
+        for member in members
+        if isinstance(member, dict) and member.get("state") != "up"
+    )
+
+
+async def _reach(facts: ServerFacts) -> ServerFacts:
+    """Whether somebody listens where peers are sent for KV."""
+    if not facts.kv_host or not facts.kv_port or facts.role == "decode":
+        return facts
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(facts.kv_host.strip("[]"), facts.kv_port)
+        writer.close()
+    except TimeoutError:
+        return msgspec.structs.replace(facts, kv_trouble=f"no connection within {CONNECT_S:g} s")
+    except OSError as error:
+        return msgspec.structs.replace(facts, kv_trouble=error.strerror or type(error).__name__)
+    return facts
+
+
+def skew_of(answer: Answer) -> float | None:
+    """Its clock minus ours by the Date of an answer, of which whole seconds are told: half a second is added."""
+    try:
+        there_s = parsedate_to_datetime(answer.headers.get("date", "")).timestamp() + 0.5
+    except (TypeError, ValueError):
+        return None
+    return there_s - (time.time() - answer.took_s / 2)
+
+
+def _fingerprint(told: object) -> Fingerprint | None:
+    try:
+        return msgspec.convert(told, Fingerprint)
+    except msgspec.ValidationError:
+        return None
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,37 @@
+"""From settings to a worker over a server of SGLang's or TensorRT-LLM's that runs already. None is started here.
+
+Knows nothing about how either of them works.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvbaton.config import ModelSettings, WorkerSettings
+from kvbaton.engine.model_config import ModelConfig
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.engine.weights import default_model_dir
+from kvbaton.types import LocalError
+from kvbaton.workers.sglang import SglangOptions, SglangWorker
+from kvbaton.workers.trtllm import TrtllmOptions, TrtllmWorker
+
+_KEYS = {"sglang": "SGLANG_API_KEY", "trtllm": "TRTLLM_API_KEY"}
+
+
+def make_engine_worker(model: ModelSettings, settings: WorkerSettings) -> SglangWorker | TrtllmWorker:
+    """LocalError for settings that do not name a running server."""
+    url = settings.engine_url.rstrip("/")
+    if not url:
+        fix = f"start it yourself and give --engine-url to `kvbaton worker --engine {settings.engine}`"
+        raise LocalError(f"{settings.engine} servers are not started here", field="engine_url", fix=fix)
+    if urlsplit(url).scheme != "http" or not urlsplit(url).port:
+        raise LocalError(f"{url!r} is not http://host:port", field="engine_url")
+    model_dir = Path(model.dir) if model.dir else default_model_dir()
+    config, tokenizer = ModelConfig.from_dir(model_dir), Tokenizer.load(model_dir)
+    name, key = model.name or model_dir.name, os.environ.get(_KEYS[settings.engine], "")
+    limits = (settings.max_running, settings.max_waiting)
+    if settings.engine == "sglang":
+        return SglangWorker(SglangOptions(url, settings.role, name, key, model.dtype, *limits), config, tokenizer)
+    return TrtllmWorker(TrtllmOptions(url, settings.role, name, key, model.dtype, *limits), config, tokenizer)

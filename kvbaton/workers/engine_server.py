@@ -1,0 +1,195 @@
+"""One server of another engine by HTTP, as the adapters need it: a session, its figures, and whether it has room.
+
+Figures are scraped four times a second. Invariants: every answer that is read whole is bounded; what a server says
+never ends the watching; without figures for ``FIGURES_MAX_AGE_S`` nobody knows whether a prefill would be spent in
+vain, so none is. Knows nothing about requests, or what an engine calls its figures (``vllm_metrics``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from kvbaton.types import CapacityError, LocalError, RemoteError
+from kvbaton.workers.protocol import WorkerEvent, WorkerStats
+from kvbaton.workers.vllm_metrics import EngineFigures, FigureTable, read_figures
+from kvbaton.workers.vllm_stream import MAX_EVENT_BYTES, UNREADABLE, EventSplitter, message_of
+
+log = logging.getLogger(__name__)
+SCRAPE_S = 0.25
+FIGURES_MAX_AGE_S = 5.0
+_ANSWER_TIMEOUT_S = 5.0
+_ROOM_FIGURES = frozenset({"text", "num_running", "num_waiting"})
+_Answer = TypeVar("_Answer")
+
+
+class EngineServer:
+    """``await open()``, then ``watch()`` as a task, until ``await close()``."""
+
+    def __init__(
+        self, url: str, api_key: str, table: FigureTable, max_running: int, max_waiting: int, path: str = "/metrics"
+    ) -> None:
+        self.url = url
+        self.figures = EngineFigures()
+        self.figures_at_s = time.monotonic()
+        self.num_open = 0
+        self.num_done = 0  # remote requests that ended well
+        self.num_failed = 0  # hand-offs that did not
+        self._api_key = api_key
+        self._table = table
+        self._path = path
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._trouble = ""  # with the figures, as last logged
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        self._session = aiohttp.ClientSession(
+            headers={"authorization": f"Bearer {self._api_key}"} if self._api_key else {},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+            connector=aiohttp.TCPConnector(limit=0),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        assert self._session is not None, "open it first"
+        return self._session
+
+    async def get(self, path: str, url: str = "") -> tuple[int, bytes]:
+        """Of this server, or of the one at ``url``."""
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S), self.http.get((url or self.url) + path) as response:
+            return response.status, await read_whole(response)
+
+    async def get_json(self, path: str, kind: type[_Answer]) -> _Answer:
+        status, raw = await self.get(path)
+        if status != 200:
+            raise RemoteError(f"the server answers {status} to {path}")
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except UNREADABLE as error:
+            raise RemoteError(f"the server's answer to {path} cannot be read: {error}") from None
+
+    # -- figures
+
+    async def scrape(self) -> None:
+        status, raw = await self.get(self._path)
+        if status != 200:
+            raise RemoteError(f"the server answers {status} to {self._path}")
+        self.figures = read_figures(raw.decode(errors="replace"), self.figures, self._table)
+        if not _ROOM_FIGURES.intersection(self.figures.odd):
+            self.figures_at_s = time.monotonic()
+
+    async def watch(self) -> None:
+        """Survives whatever the server answers: without it no figure would ever change again."""
+        while True:
+            await asyncio.sleep(SCRAPE_S)
+            try:
+                await self.scrape()
+                odd = self.figures.odd
+                self._tell(f"these are odd: {', '.join(odd)}" if odd else "")
+            except Exception as error:
+                self._tell(f"they cannot be read: {type(error).__name__}: {error}")
+
+    def _tell(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            self._trouble = trouble
+            log.warning("the server's figures: %s", trouble or "they can be read again")
+
+    async def idle(self, deadline_s: float) -> bool:
+        """Until it has no requests. It does not say who still reads from it: what was offered has its lease."""
+        until_s = time.monotonic() + deadline_s
+        while self.figures.num_running + self.figures.num_waiting:
+            if time.monotonic() > until_s:
+                return False
+            await asyncio.sleep(SCRAPE_S)
+        return True
+
+    # -- room
+
+    def check_room(self, remote: bool) -> None:
+        """CapacityError when a request would only wait, or a prefill be spent for nothing."""
+        if self.num_open >= self._max_running + self._max_waiting:
+            raise CapacityError("this worker's queue is full", fix="retry later")
+        if remote and (self.figures.num_waiting or self.num_open >= self._max_running):
+            raise CapacityError("the decode server has no room", fix="retry later or elsewhere")
+        if remote and time.monotonic() - self.figures_at_s > FIGURES_MAX_AGE_S:
+            raise CapacityError("the decode server does not say whether it has room", fix="retry later or elsewhere")
+
+    async def run(
+        self, events: AsyncGenerator[WorkerEvent, None], deadline_s: float
+    ) -> AsyncGenerator[WorkerEvent, bool | None]:
+        """One request, open until its events end or nobody wants them. CapacityError when its deadline comes first."""
+        try:
+            async with asyncio.timeout(deadline_s), contextlib.aclosing(events):
+                self.num_open += 1
+                try:
+                    async for event in events:
+                        if (yield event):
+                            return  # a server does not say before the end what a request took
+                finally:
+                    self.num_open -= 1
+        except TimeoutError:
+            raise CapacityError(f"the request's deadline of {deadline_s:.0f} s has passed", fix="retry later") from None
+
+    def stats(self) -> WorkerStats:
+        figures = self.figures
+        num_used = round(figures.num_blocks * figures.usage)
+        return WorkerStats(
+            num_waiting=figures.num_waiting,
+            num_running=figures.num_running,
+            num_active=max(self.num_open, figures.num_running + figures.num_waiting),
+            num_blocks=figures.num_blocks,
+            num_blocks_used=num_used,
+            num_blocks_free=figures.num_blocks - num_used,
+            num_prompt_tokens=figures.num_computed_tokens,
+            num_cached_tokens=figures.num_cached_tokens,
+            num_output_tokens=figures.num_output_tokens,
+            num_preemptions=figures.num_preemptions,
+            num_lease_expiries=figures.num_expired,
+            transfer_bytes_received=figures.num_bytes_received,
+            num_transfers=self.num_done,
+            num_transfer_failures=self.num_failed + figures.num_failed_transfers,
+        )
+
+
+async def read_whole(response: aiohttp.ClientResponse) -> bytes:
+    """A whole body; RemoteError for one beyond the bound, whose sender is at fault."""
+    raw = bytearray()
+    async for part in response.content.iter_any():
+        raw += part
+        if len(raw) > MAX_EVENT_BYTES:
+            raise RemoteError(f"an answer of more than {MAX_EVENT_BYTES} bytes")
+    return bytes(raw)
+
+
+async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of server-sent events until the end mark; a stream without one was cut."""
+    splitter = EventSplitter()
+    async for part in response.content.iter_any():
+        for data in splitter.push(part):
+            if data == b"[DONE]":
+                return
+            yield data
+    raise aiohttp.ClientPayloadError("the stream ended without its end mark")
+
+
+def refusal(status: int, raw: bytes) -> LocalError:
+    """What a worker raises for an answer of its server's that is none."""
+    message = message_of(raw)
+    if status == 400:
+        return LocalError(message, field="prompt")
+    if status in (429, 503):
+        return CapacityError(message, fix="retry later")
+    return LocalError(f"the server answers {status}: {message}")

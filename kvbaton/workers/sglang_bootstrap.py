@@ -1,0 +1,68 @@
+"""What SGLang's bootstrap server tells of the prefill server it belongs to, and whether a decode server fits to it.
+
+Every prefill server of a pair runs one; decode servers ask it for addresses, and anybody may ask it for page size, KV
+dtype and parallelism. Nobody compares them before a request hangs on the difference, so that is done here. Pure.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvbaton.kv.compat import FieldDifference
+from kvbaton.types import RemoteError
+
+# Asks for the server as a whole, instead of one of its ranks.
+ROUTE_QUERY = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+_AUTO = ("", "auto")  # of a dtype: what the model has, which is not told
+
+
+class BootstrapInfo(msgspec.Struct, frozen=True):
+    """Versions add fields; those that are missing are not compared."""
+
+    attn_tp_size: int | None = None
+    attn_cp_size: int | None = None
+    dp_size: int | None = None
+    pp_size: int | None = None
+    page_size: int | None = None
+    kv_cache_dtype: str | None = None
+    follow_bootstrap_room: bool | None = None
+    prefill_http_port: int | None = None
+
+
+class DecodeServer(msgspec.Struct, frozen=True):
+    """What a decode server says of itself in ``/server_info``."""
+
+    page_size: int | None = None
+    kv_cache_dtype: str | None = None
+    tp_size: int | None = None
+    dp_size: int | None = None
+    enable_dp_attention: bool | None = None
+
+
+def decode_bootstrap(status: int, raw: bytes) -> BootstrapInfo:
+    """RemoteError while its ranks are not all there, and for anything that is no such answer."""
+    if status == 503:
+        raise RemoteError(f"the bootstrap server waits for ranks: {raw[:200].decode(errors='replace')}")
+    if status != 200:
+        raise RemoteError(f"the bootstrap server answers {status}: {raw[:200].decode(errors='replace')}")
+    try:
+        return msgspec.json.decode(raw, type=BootstrapInfo)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RemoteError(f"the bootstrap server's answer cannot be read: {error}") from None
+
+
+def differences(decode: DecodeServer, prefill: BootstrapInfo) -> list[FieldDifference]:
+    """What keeps KV from moving. Tensor parallelism may differ where one divides the other."""
+    found = []
+    if decode.page_size and prefill.page_size and decode.page_size != prefill.page_size:
+        found.append(FieldDifference("page_size", str(decode.page_size), str(prefill.page_size)))
+    ours, theirs = decode.kv_cache_dtype or "", prefill.kv_cache_dtype or ""
+    if ours not in _AUTO and theirs not in _AUTO and ours != theirs:
+        found.append(FieldDifference("kv_cache_dtype", ours, theirs))
+    if decode.tp_size and prefill.attn_tp_size:
+        num_groups = (decode.dp_size or 1) if decode.enable_dp_attention else 1
+        attention_tp = max(1, decode.tp_size // num_groups)
+        small, large = sorted((attention_tp, prefill.attn_tp_size))
+        if large % small:
+            found.append(FieldDifference("attn_tp_size", str(attention_tp), str(prefill.attn_tp_size)))
+    return found
