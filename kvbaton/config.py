@@ -25,7 +25,7 @@ from kvbaton.types import LocalError, Role
 
 INTERNAL_KEY_VARIABLE = "KVBATON_INTERNAL_KEY"
 
-Transport = Literal["auto", "shm", "tcp"]
+Transport = Literal["auto", "shm", "tcp", "nixl"]
 EngineName = Literal["embedded", "vllm", "sglang", "trtllm"]
 
 

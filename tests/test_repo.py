@@ -68,9 +68,9 @@ IMPURE_IMPORTS = {
     "torch",
     "uuid",
 }
-OPTIONAL = ("engine", "kubernetes", "parquet", "vllm")  # extras that the package itself imports when they are there
+OPTIONAL = ("engine", "kubernetes", "nixl", "otel", "parquet", "vllm")  # extras that the package itself imports when they are there
 # Where the name to import differs from the name to install.
-IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq"}
+IMPORT_NAMES = {"opentelemetry_sdk": "opentelemetry", "pyyaml": "yaml", "pyzmq": "zmq"}
 
 
 def requirement_name(requirement: str) -> str:

@@ -30,6 +30,7 @@ from kvbaton.plan.link import LinkFit, LinkRow, fit_link
 from kvbaton.transfer.client import Completed, HandoffClient, pull_all
 from kvbaton.transfer.identity import TransportChoice, host_identity
 from kvbaton.transfer.lending import PrefillSink
+from kvbaton.transfer.nixl_source import NixlPool
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.server import HandoffServer
 from kvbaton.transfer.wire import Identity
@@ -126,7 +127,11 @@ def pool_blocks(spec: LinkSpec) -> int:
     return max(64, largest * (spec.concurrency + spec.background) * 2)
 
 
-def _identity(pool: SharedPool) -> Identity:
+def _registered(pool: SharedPool, transport: TransportChoice) -> NixlPool | None:
+    return NixlPool(pool, pool.incarnation) if transport == "nixl" else None
+
+
+def identity_of(pool: SharedPool, nixl: NixlPool | None) -> Identity:
     return Identity(
         fingerprint=fingerprint_of(pool.layout, REVISION, "none"),
         layout=pool.layout,
@@ -134,27 +139,36 @@ def _identity(pool: SharedPool) -> Identity:
         incarnation=pool.incarnation,
         host=host_identity(),
         shm_name=pool.name,
+        nixl=None if nixl is None else nixl.memory,
     )
 
 
-def _make_pool(layout: KVLayout, num_blocks: int, named: bool) -> SharedPool:
+def make_pool(layout: KVLayout, num_blocks: int, named: bool) -> SharedPool:
     incarnation = uuid.uuid4().hex
     return SharedPool.create(layout, num_blocks, segment_name(incarnation) if named else None, incarnation)
 
 
 async def lend(
-    layout: KVLayout, num_blocks: int, run_blocks: int, host: str, port: int, until: Awaitable[object]
+    layout: KVLayout,
+    num_blocks: int,
+    run_blocks: int,
+    transport: TransportChoice,
+    address: tuple[str, int],
+    until: Awaitable[object],
 ) -> None:
     """Serves until ``until`` is over; prints the port first."""
-    pool = _make_pool(layout, num_blocks, named=True)
+    pool = make_pool(layout, num_blocks, named=True)
     # Every page is touched now; a first read must not pay for the kernel's zeroing.
     pool.buffer.view(np.uint64)[:] = np.arange(pool.buffer.nbytes // 8, dtype=np.uint64)
-    server = HandoffServer(_identity(pool), pool, Lender(pool, run_blocks), HandoffOptions())
+    nixl = _registered(pool, transport)
+    server = HandoffServer(identity_of(pool, nixl), pool, Lender(pool, run_blocks), HandoffOptions())
     try:
-        print(await server.start(host, port), flush=True)
+        print(await server.start(*address), flush=True)
         await until
     finally:
         await server.stop()
+        if nixl is not None:
+            nixl.close()
         pool.unlink()
 
 
@@ -162,10 +176,11 @@ async def measure_link(spec: LinkSpec) -> LinkResult:
     """Pulls every size ``repeats`` times; medians are fitted, tails are reported as they are."""
     if min(spec.prompt_tokens) < 1 or spec.repeats < 2:
         raise LocalError("sizes are at least 1 token and repeats at least 2", field="tokens")
-    async with _lender(spec) as address:
-        pool = _make_pool(spec.layout, pool_blocks(spec), named=False)
+    async with lender(spec) as address:
+        pool = make_pool(spec.layout, pool_blocks(spec), named=False)
         pool.buffer[:] = 0
-        client = HandoffClient(_identity(pool), pool, HandoffOptions(transport=spec.transport))
+        nixl = _registered(pool, spec.transport)
+        client = HandoffClient(identity_of(pool, nixl), pool, HandoffOptions(transport=spec.transport), nixl=nixl)
         try:
             puller = _Puller(client, address, pool)
             transport = ""
@@ -178,6 +193,8 @@ async def measure_link(spec: LinkSpec) -> LinkResult:
                     sizes.append(_size(spec.layout, tokens, done))
         finally:
             await client.close()
+            if nixl is not None:
+                nixl.close()
             pool.close()
     return _result(spec, transport, sizes)
 
@@ -263,7 +280,7 @@ async def _background(puller: _Puller, spec: LinkSpec) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _lender(spec: LinkSpec) -> AsyncIterator[tuple[str, int]]:
+async def lender(spec: LinkSpec) -> AsyncIterator[tuple[str, int]]:
     """The address of a lender; one is started in a process of its own when none was given."""
     if spec.address is not None:
         yield spec.address
@@ -275,6 +292,7 @@ async def _lender(spec: LinkSpec) -> AsyncIterator[tuple[str, int]]:
         msgspec.json.encode(spec.layout).decode(),
         str(pool_blocks(spec)),
         str(spec.run_blocks),
+        spec.transport,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -298,12 +316,11 @@ async def _lender(spec: LinkSpec) -> AsyncIterator[tuple[str, int]]:
 async def lend_forever(spec: LinkSpec) -> None:
     """Lends on the specification's address until the command is ended."""
     assert spec.address is not None
-    host, port = spec.address
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
-    await lend(spec.layout, pool_blocks(spec), spec.run_blocks, host, port, ended.wait())
+    await lend(spec.layout, pool_blocks(spec), spec.run_blocks, spec.transport, spec.address, ended.wait())
 
 
 def layout_of(model: Path, block_size: int, kv_dtype: str) -> KVLayout:
@@ -314,10 +331,11 @@ def layout_of(model: Path, block_size: int, kv_dtype: str) -> KVLayout:
     return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, kv_dtype)
 
 
-async def _serve(layout: KVLayout, num_blocks: int, run_blocks: int) -> None:
+async def _serve(layout: KVLayout, num_blocks: int, run_blocks: int, transport: TransportChoice) -> None:
     loop = asyncio.get_running_loop()
     # The end of standard input ends the lender: it never outlives the command that started it.
-    await lend(layout, num_blocks, run_blocks, "127.0.0.1", 0, loop.run_in_executor(None, sys.stdin.read))
+    ended = loop.run_in_executor(None, sys.stdin.read)
+    await lend(layout, num_blocks, run_blocks, transport, ("127.0.0.1", 0), ended)
 
 
 def main() -> None:
@@ -325,8 +343,9 @@ def main() -> None:
     parser.add_argument("layout", type=lambda text: msgspec.json.decode(text, type=KVLayout))
     parser.add_argument("num_blocks", type=int)
     parser.add_argument("run_blocks", type=int)
+    parser.add_argument("transport")
     given = parser.parse_args()
-    asyncio.run(_serve(given.layout, given.num_blocks, given.run_blocks))
+    asyncio.run(_serve(given.layout, given.num_blocks, given.run_blocks, given.transport))
 
 
 if __name__ == "__main__":

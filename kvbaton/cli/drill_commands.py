@@ -30,7 +30,7 @@ TINY = "tiny"
 @click.option("--prefill", type=click.IntRange(1), help="Start a fleet for the drill: prefill workers.")
 @click.option("--decode", type=click.IntRange(1), help="Start a fleet for the drill: decode workers.")
 @click.option("--model", default="", help="Of that fleet: a model directory, or `tiny` for a random one.")
-@click.option("--transport", type=click.Choice(["auto", "shm", "tcp"]), default="tcp", show_default=True)
+@click.option("--transport", type=click.Choice(["auto", "shm", "tcp", "nixl"]), default="tcp", show_default=True)
 @click.option("--up-flag", multiple=True, help="More flags for that fleet, as in --up-flag=--threads=1.")
 @click.option(
     "--fleet",

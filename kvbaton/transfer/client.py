@@ -24,6 +24,7 @@ from kvbaton.kv.shared_pool import SharedPool
 from kvbaton.transfer import pulling
 from kvbaton.transfer.errors import HandoffError, PeerUnreachable
 from kvbaton.transfer.identity import Transport
+from kvbaton.transfer.nixl_source import NixlPool
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.peer import PeerConnection
 from kvbaton.transfer.placement import Placement
@@ -76,19 +77,34 @@ class ClientStats:
     num_aborted: int = 0
     num_bytes_shm: int = 0
     num_bytes_tcp: int = 0
+    num_bytes_nixl: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_bytes_shm + self.num_bytes_tcp + self.num_bytes_nixl
 
 
 class HandoffClient:
     """One for a decode worker. ``pool`` is the destination of every pull."""
 
     def __init__(
-        self, identity: Identity, pool: SharedPool, options: HandoffOptions, clock: Clock | None = None
+        self,
+        identity: Identity,
+        pool: SharedPool,
+        options: HandoffOptions,
+        clock: Clock | None = None,
+        nixl: NixlPool | None = None,
     ) -> None:
+        """``nixl``: ``pool`` where it is registered already; transport nixl registers it otherwise."""
         assert identity.layout == pool.layout
+        self._own_nixl: NixlPool | None = None
+        if options.transport == "nixl" and nixl is None:
+            nixl = self._own_nixl = NixlPool(pool, f"{identity.incarnation}-reader")
         self._identity = identity
         self._pool = pool
         self._options = options
         self._clock = clock or MonotonicClock()
+        self._nixl = nixl
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="kvbaton-copy")
         self._peers: dict[Address, asyncio.Task[PeerConnection]] = {}
         self._num_pulls = 0
@@ -149,6 +165,8 @@ class HandoffClient:
                 await asyncio.sleep(0)  # lets the pulls on it hear of it
                 await loop.run_in_executor(None, found.source.join)
         await loop.run_in_executor(None, self._executor.shutdown)
+        if self._own_nixl is not None:
+            self._own_nixl.close()
 
     def stats(self) -> ClientStats:
         connected = sum(
@@ -168,7 +186,7 @@ class HandoffClient:
             task = None
         if task is None:
             task = asyncio.ensure_future(
-                PeerConnection.connect(address, self._identity, self._options, self._executor, self._forget)
+                PeerConnection.connect(address, self._identity, self._options, self._executor, self._forget, self._nixl)
             )
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its waiters may all be gone
             self._peers[address] = task
@@ -200,6 +218,7 @@ class HandoffClient:
             num_aborted=past.num_aborted + (outcome is Pulling.ABORTED),
             num_bytes_shm=past.num_bytes_shm + (pull.num_bytes if pull.peer.transport == "shm" else 0),
             num_bytes_tcp=past.num_bytes_tcp + (pull.num_bytes if pull.peer.transport == "tcp" else 0),
+            num_bytes_nixl=past.num_bytes_nixl + (pull.num_bytes if pull.peer.transport == "nixl" else 0),
         )
 
 

@@ -16,8 +16,8 @@ from kvbaton.kv.shared_pool import SHM_DIR
 from kvbaton.transfer.wire import HostIdentity, Identity
 from kvbaton.types import LocalError
 
-TransportChoice = Literal["auto", "shm", "tcp"]
-Transport = Literal["shm", "tcp"]
+TransportChoice = Literal["auto", "shm", "tcp", "nixl"]
+Transport = Literal["shm", "tcp", "nixl"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -46,9 +46,17 @@ def refusals(prefill: Identity, decode: Identity) -> tuple[str, ...]:
 
 
 def choose_transport(choice: TransportChoice, theirs: Identity, ours: HostIdentity) -> Transport:
-    """``auto`` is shared memory wherever it can be; demanding it where it cannot be is an error."""
+    """``auto`` is shared memory wherever it can be, else tcp; demanding a way that is not there is an error."""
     if choice == "tcp":
         return "tcp"
+    if choice == "nixl":
+        if theirs.nixl is None:
+            raise LocalError(
+                f"transport nixl is not possible with peer {theirs.incarnation}: it has not registered its pool",
+                field="transport",
+                fix="start both workers with --transport nixl",
+            )
+        return "nixl"
     if theirs.shm_name is not None and theirs.host == ours:
         return "shm"
     if choice == "shm":

@@ -21,6 +21,7 @@ from kvbaton.kv.compat import digest
 from kvbaton.transfer.channel import ControlChannel, receive_frame, tune_socket
 from kvbaton.transfer.errors import HandoffError, PeerRefused, PeerUnreachable
 from kvbaton.transfer.identity import Transport, choose_transport, refusals
+from kvbaton.transfer.nixl_source import NixlPool, NixlSource
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.placement import Placement
 from kvbaton.transfer.ranges import Region
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class KVSource(Protocol):
-    """A way to read the peer's pool: ShmSource, TcpSource."""
+    """A way to read the peer's pool: ShmSource, TcpSource, NixlSource."""
 
     def start_copy(self, offer: Offer, region: Region, placement: Placement, on_copied: OnCopied) -> None: ...
 
@@ -102,6 +103,7 @@ class PeerConnection:
         options: HandoffOptions,
         executor: Executor,
         on_closed: Callable[[PeerConnection], None],
+        nixl: NixlPool | None = None,
     ) -> PeerConnection:
         """Shake hands and open the way to the KV. PeerUnreachable, PeerRefused, or LocalError for an impossible way."""
         try:
@@ -117,23 +119,36 @@ class PeerConnection:
                 except BaseException:
                     sock.close()
                     raise
-                await connection._open(sock, address, reply, executor)
+                await connection._open(sock, address, reply, executor, nixl)
                 return connection
         except TimeoutError as error:
             raise PeerUnreachable(f"no handshake with {_show(address)} in {options.connect_s:.0f} s") from error
         except OSError as error:
             raise PeerUnreachable(f"cannot reach {_show(address)}: {error.strerror or error}") from error
 
-    async def _open(self, sock: socket.socket, address: tuple[str, int], reply: HelloReply, executor: Executor) -> None:
+    async def _open(
+        self,
+        sock: socket.socket,
+        address: tuple[str, int],
+        reply: HelloReply,
+        executor: Executor,
+        nixl: NixlPool | None,
+    ) -> None:
         try:
             await self._loop.create_connection(lambda: self._channel, sock=sock)
-            self._source = await self._open_source(address, reply, executor)
+            self._source = await self._open_source(address, reply, executor, nixl)
         except BaseException:
             self._channel.close(PeerUnreachable("the handshake was not completed"))
             raise
         self._beat()
 
-    async def _open_source(self, address: tuple[str, int], reply: HelloReply, executor: Executor) -> KVSource:
+    async def _open_source(
+        self, address: tuple[str, int], reply: HelloReply, executor: Executor, nixl: NixlPool | None
+    ) -> KVSource:
+        if self.transport == "nixl":
+            assert nixl is not None, "whoever wants nixl has it"
+            options = self._options
+            return NixlSource(nixl, reply.identity, executor, options.max_copy_bytes, options.stall_s, self.close)
         if self.transport == "shm":
             try:
                 return ShmSource(reply.identity, executor)

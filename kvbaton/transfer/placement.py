@@ -64,6 +64,10 @@ class Placement:
         for layer in range(region.layer_start, region.layer_stop):
             run_copies(copies, source_view[layer].reshape(-1), self._view[layer].reshape(-1))
 
+    def own_blocks(self, block_start: int, block_stop: int) -> Sequence[int] | None:
+        """Our blocks for these offered blocks, one for one; None when layouts differ and bytes go through ``place``."""
+        return self._block_ids[block_start:block_stop] if self._equal else None
+
     def direct_views(self, layer: int, block_start: int, block_stop: int) -> list[memoryview] | None:
         """Our own memory for these offered blocks, in order; None when they have to go through ``place``."""
         if not self._equal:

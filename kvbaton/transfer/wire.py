@@ -44,6 +44,14 @@ class HostIdentity(msgspec.Struct, frozen=True):
     shm_device: int  # device number of /dev/shm: differs between containers that do not share it
 
 
+class NixlMemory(msgspec.Struct, frozen=True):
+    """A pool as its owner's NIXL agent registered it; whoever has this can read all of it."""
+
+    agent: Annotated[bytes, Meta(max_length=32_768)]  # the agent's metadata, with the keys of its memory
+    data_address: Annotated[int, Meta(ge=0)]
+    generations_address: Annotated[int, Meta(ge=0)]
+
+
 class Identity(msgspec.Struct, frozen=True):
     """Who a worker is: what must agree, where its pool is, and which life of it this is."""
 
@@ -53,6 +61,7 @@ class Identity(msgspec.Struct, frozen=True):
     incarnation: Annotated[str, Meta(min_length=1, max_length=100)]
     host: HostIdentity
     shm_name: Annotated[str, Meta(max_length=255)] | None = None
+    nixl: NixlMemory | None = None
 
 
 # -- handshake

@@ -15,6 +15,7 @@ import pytest
 
 from kvbaton.kv.layout import KVLayout
 from kvbaton.transfer.client import HandoffClient, pull_all
+from kvbaton.transfer.nixl_source import NixlPool
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.server import HandoffServer
 
@@ -42,8 +43,12 @@ class Pair:
         self.source = fakes.make_pool(prefill_layout, num_blocks)
         self.pool = fakes.make_pool(decode_layout, num_blocks, named=False)
         self.backend = fakes.FakePrefill(self.source, lease_s=options.lease_s, **backend)
-        self.server = HandoffServer(fakes.make_identity(self.source), self.source, self.backend, options)
-        self.client = HandoffClient(fakes.make_identity(self.pool), self.pool, options)
+        self.nixl = []
+        if options.transport == "nixl":
+            self.nixl = [NixlPool(pool, pool.incarnation) for pool in (self.source, self.pool)]
+        theirs, ours = self.nixl or (None, None)
+        self.server = HandoffServer(fakes.make_identity(self.source, nixl=theirs), self.source, self.backend, options)
+        self.client = HandoffClient(fakes.make_identity(self.pool, nixl=ours), self.pool, options, nixl=ours)
         self.address = ("127.0.0.1", 0)
 
     async def start(self):
@@ -76,12 +81,23 @@ class Pair:
         await self.client.close()
         await self.server.stop()
         self.backend.stop()
+        for nixl in self.nixl:
+            nixl.close()
         for pool in (self.source, self.pool):
             pool.unlink()
             pool.close()
 
 
-@pytest.fixture(params=["shm", "tcp"])
+NIXL = pytest.param(
+    "nixl",
+    marks=[
+        pytest.mark.peer,
+        pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs pip install 'kvbaton[nixl]'"),
+    ],
+)
+
+
+@pytest.fixture(params=["shm", "tcp", NIXL])
 def transport(request):
     return request.param
 

@@ -21,6 +21,7 @@ from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
 from kvbaton.kv.shared_pool import SharedPool, segment_name
 from kvbaton.transfer.identity import host_identity
+from kvbaton.transfer.nixl_source import NixlPool
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.server import HandoffServer
 from kvbaton.transfer.wire import Identity
@@ -29,7 +30,7 @@ from kvbaton.types import GenerateRequest, LocalError, SamplingParams, TokenOutp
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-def make_identity(pool: SharedPool, revision: str = "tiny", host=None) -> Identity:
+def make_identity(pool: SharedPool, revision: str = "tiny", host=None, nixl=None) -> Identity:
     return Identity(
         fingerprint=fingerprint_of(pool.layout, revision, "rope"),
         layout=pool.layout,
@@ -37,6 +38,7 @@ def make_identity(pool: SharedPool, revision: str = "tiny", host=None) -> Identi
         incarnation=pool.incarnation,
         host=host or host_identity(),
         shm_name=pool.name,
+        nixl=None if nixl is None else nixl.memory,
     )
 
 
@@ -199,10 +201,11 @@ class FakePrefill:
         sink.on_first(TokenOutput(sum(request.prompt_token_ids) % 1000, finish_reason=self.finish))
 
 
-async def _serve(layout: KVLayout, num_blocks: int, port: int) -> None:
+async def _serve(layout: KVLayout, num_blocks: int, port: int, transport: str = "auto") -> None:
     pool = make_pool(layout, num_blocks)
     backend = FakePrefill(pool)
-    server = HandoffServer(make_identity(pool), pool, backend, HandoffOptions())
+    nixl = NixlPool(pool, pool.incarnation) if transport == "nixl" else None
+    server = HandoffServer(make_identity(pool, nixl=nixl), pool, backend, HandoffOptions())
     print(await server.start("127.0.0.1", port), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await server.stop()
@@ -211,4 +214,5 @@ async def _serve(layout: KVLayout, num_blocks: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(msgspec.json.decode(sys.argv[1], type=KVLayout), int(sys.argv[2]), int(sys.argv[3])))
+    given, num_blocks, port, *transport = sys.argv[1:]
+    asyncio.run(_serve(msgspec.json.decode(given, type=KVLayout), int(num_blocks), int(port), *transport))

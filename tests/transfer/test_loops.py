@@ -26,10 +26,10 @@ def new_loop(request):
     return asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
 
 
-@pytest.fixture(scope="module")
-def address():
+@pytest.fixture
+def address(transport):
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), msgspec.json.encode(LAYOUT).decode(), "64", "0"],
+        [sys.executable, str(SCRIPT), msgspec.json.encode(LAYOUT).decode(), "64", "0", transport],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
