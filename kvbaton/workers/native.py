@@ -28,6 +28,7 @@ from kvbaton.engine.loader import LoadedModel, LoadOptions, Shared, load
 from kvbaton.transfer.client import ClientStats, Completed, FirstToken, HandoffClient, Moved
 from kvbaton.transfer.identity import host_identity
 from kvbaton.transfer.lending import PrefillSink
+from kvbaton.transfer.nixl_source import NixlPool
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.server import HandoffServer, ServerStats
 from kvbaton.transfer.wire import Identity
@@ -142,7 +143,7 @@ class _Moved:
     num_failed: int = 0
 
     def add(self, client: ClientStats) -> None:
-        self.num_bytes_received += client.num_bytes_shm + client.num_bytes_tcp
+        self.num_bytes_received += client.num_bytes
         self.num_done += client.num_done
         self.num_failed += client.num_failed
 
@@ -176,6 +177,9 @@ class NativeWorker:
         self.fingerprint = self.loaded.fingerprint
         self.layout = self.loaded.pool.layout
         self.kv_port = 0
+        self._nixl = (
+            NixlPool(self.loaded.pool.shared, self.incarnation) if options.handoff.transport == "nixl" else None
+        )
         self.engine = Engine(self.loaded.model, self.loaded.pool, config, clock or MonotonicClock())
         self.kv_events = KVEventLog(
             self.incarnation, self.layout.block_size, self._take_kv_snapshot, clock or MonotonicClock()
@@ -209,6 +213,7 @@ class NativeWorker:
             layout=pool.layout,
             num_blocks=pool.num_blocks,
             fingerprint=self.fingerprint,
+            nixl=None if self._nixl is None else self._nixl.memory,
         )
 
     async def start(self) -> None:
@@ -217,7 +222,10 @@ class NativeWorker:
         if self.role != "decode":
             await self._start_lending()
         if self.role != "prefill":
-            self._client = HandoffClient(self.identity, self.loaded.pool.shared, self.options.handoff)
+            self._client = self._new_client()
+
+    def _new_client(self) -> HandoffClient:
+        return HandoffClient(self.identity, self.loaded.pool.shared, self.options.handoff, nixl=self._nixl)
 
     async def _start_lending(self) -> None:
         options = self.options
@@ -230,7 +238,7 @@ class NativeWorker:
         if role != "decode" and self._server is None:
             await self._start_lending()
         if role != "prefill" and self._client is None:
-            self._client = HandoffClient(self.identity, self.loaded.pool.shared, self.options.handoff)
+            self._client = self._new_client()
         if role == "decode" and self._server is not None:
             if not await self._server.quiet(deadline_s):
                 self._server.resume()
@@ -261,6 +269,8 @@ class NativeWorker:
         if self._server is not None:
             await self._server.stop()
         await asyncio.to_thread(self.engine.stop)
+        if self._nixl is not None:
+            self._nixl.close()
         self.loaded.pool.shared.unlink()
         self.loaded.pool.close()
 
