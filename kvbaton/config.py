@@ -119,6 +119,7 @@ class RouterSettings:
     stream_stall_s: float = 20.0  # silence in the middle of a stream before it is continued elsewhere; 0: for ever
     max_body_bytes: int = 8 * 1024 * 1024
     max_total_body_bytes: int = 64 * 1024 * 1024  # of all requests at once; beyond it 503
+    head_timeout_s: float = 20.0  # for a request's head to arrive, since the connection or the head's first byte
     body_timeout_s: float = 30.0  # for the whole request body to arrive
     connect_timeout_s: float = 2.0
     request_timeout_s: float = 600.0  # for a whole request

@@ -23,6 +23,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 import msgspec
@@ -54,6 +55,7 @@ class BlockEvents(msgspec.Struct, frozen=True):
 NO_EVENTS = BlockEvents()
 
 
+@lru_cache(maxsize=256)
 def root_hash(salt: str = "") -> bytes:
     """Where a hash chain starts; different salts share nothing."""
     return blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"kvbaton-chain").digest()

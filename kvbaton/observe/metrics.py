@@ -347,9 +347,11 @@ class Metrics:
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
         series = self._numbers[name]
-        if labels not in series:
+        try:
+            series[labels] += amount
+        except KeyError:
             self._check(name, labels)
-        series[labels] = series.get(labels, 0.0) + amount
+            series[labels] = amount
 
     def set(self, name: str, *labels: str, value: float) -> None:
         series = self._numbers[name]

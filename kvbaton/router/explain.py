@@ -45,6 +45,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     has_prefill_pool: bool
     prefill_failed: bool
     costs: FleetCosts
+    turn: int = 0  # the members are in an order that makes it 0, or as they were
 
 
 class Replay(msgspec.Struct, frozen=True):
@@ -103,11 +104,12 @@ def brief(decision: Decision) -> Record:
         placements=[],
         num_placements=0,
         request=case.request,
-        members=in_turn(case),
+        members=list(case.members),
         config=case.config,
         has_prefill_pool=case.has_prefill_pool,
         prefill_failed=case.prefill_failed,
         costs=case.costs,
+        turn=case.turn,
     )
 
 
@@ -125,7 +127,13 @@ def _whole(known: Record) -> Record:
 
 def _case_of(known: Record) -> Case:
     return Case(
-        known.request, tuple(known.members), known.config, 0, known.has_prefill_pool, known.prefill_failed, known.costs
+        known.request,
+        tuple(known.members),
+        known.config,
+        known.turn,
+        known.has_prefill_pool,
+        known.prefill_failed,
+        known.costs,
     )
 
 

@@ -13,6 +13,7 @@ import hmac
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -27,8 +28,9 @@ from kvbaton.observe.metrics import Metrics
 from kvbaton.observe.ratio import RatioGauges, read_band
 from kvbaton.observe.tracing import RECORDER, TRACE_PATH, TRACEPARENT, watch
 from kvbaton.router.changes import FleetChanges
-from kvbaton.router.dispatch import Call, Dispatcher, Flight
+from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.explain import brief
+from kvbaton.router.flight import Call, Flight, without_trace
 from kvbaton.router.lifecycle import Event, Lifecycle
 from kvbaton.router.page import Page
 from kvbaton.router.policy import RequestView
@@ -144,31 +146,25 @@ class Gateway:
         if exchange.method != "POST":
             raise method_not_allowed("POST")
         request_id = f"{self._life}{next(self._number):08x}"
-        flight = Flight(
-            exchange=exchange,
-            request_id=request_id,
-            received_s=self._clock.now_s(),
-            response_headers=[(b"x-kvbaton-request-id", request_id.encode())],
-        )
+        flight = Flight(exchange, request_id, self._clock.now_s(), [(b"x-kvbaton-request-id", request_id.encode())])
         if RECORDER.on and (begun := RECORDER.begin(exchange.headers.get(TRACEPARENT))) is not None:
             self._traces[request_id] = RouterTrace(*begun, flight.received_s)
-        gauge = "kvbaton_router_inflight_requests"
-        failure: ApiError | None = None
+        claim, failure = Claim(self._bodies), None
+        self.open.enter()
         try:
-            with self.open.one(), self._bodies.claim() as claim:
-                self._metrics.set(gauge, value=self.open.num)
-                try:
-                    failure = await self._fly(flight, endpoint, claim)
-                except (ClientGone, asyncio.CancelledError):
-                    if not flight.lifecycle.ended:
-                        flight.lifecycle.on(Event.CLIENT_GONE)
-                    raise
-                finally:
-                    self._record(flight, endpoint, failure)
+            failure = await self._fly(flight, endpoint, claim)
+        except (ClientGone, asyncio.CancelledError):
+            if not flight.lifecycle.ended:
+                flight.lifecycle.on(Event.CLIENT_GONE)
+            raise
         finally:
-            self._metrics.set(gauge, value=self.open.num)
-            if self._traces:
-                self._traces.pop(request_id, None)
+            try:
+                self._record(flight, endpoint, failure)
+            finally:
+                claim.release()
+                self.open.leave()
+                if self._traces:
+                    self._traces.pop(request_id, None)
 
     async def _fly(self, flight: Flight, endpoint: Endpoint, claim: Claim) -> ApiError | None:
         """Serve it; the error that was answered, if one was."""
@@ -177,10 +173,11 @@ class Gateway:
             wishes = read_wishes(exchange.headers, settings.request_timeout_s)
             flight.timeout_s = wishes.timeout_s
             flight.lifecycle = Lifecycle(max_replays=settings.max_replays if wishes.replay else 0)
-            async with self.open.deadline(flight.timeout_s):
+            with self.open.bound(flight.timeout_s) as bound:
                 raw = await self._read(flight, claim)
                 flight.received_s = self._clock.now_s()  # a slow upload is not a slow fleet
-                await exchange.until_disconnect(self._process(flight, endpoint, raw))
+                bound.watch(exchange)
+                await self._process(flight, endpoint, raw)
             return None
         except ClientGone:
             raise
@@ -190,6 +187,7 @@ class Gateway:
                 failure = unavailable("the router is shutting down", "draining")
             if failure.code == "internal_error":
                 log.error("request %s failed", flight.request_id, exc_info=error)
+            without_trace(failure)
         if not flight.lifecycle.ended:
             flight.lifecycle.on(Event.FAIL if exchange.started or failure.status not in REFUSALS else Event.REFUSE)
         if exchange.started:
@@ -215,59 +213,62 @@ class Gateway:
         return await exchange.read_body(settings.max_body_bytes, settings.body_timeout_s, claim)
 
     async def _process(self, flight: Flight, endpoint: Endpoint, raw: bytes) -> None:
-        request = parse(endpoint, raw, self._limits)
+        dispatcher, settings = self._dispatcher, self._settings
+        if b'"priority"' not in raw:  # it has the usual one: no need to read it to know that there is no place for it
+            dispatcher.check_line(flight, 0)
+        loop = asyncio.get_running_loop()
+        if len(raw) <= INLINE_BYTES:
+            request = parse(endpoint, raw, self._limits)
+        else:
+            request = await loop.run_in_executor(self._threads, parse, endpoint, raw, self._limits)
         if request.model is not None and request.model != self._model_name:
             raise model_not_found(request.model, self._model_name)
         max_context = self._registry.max_context
         if max_context == 0:
             raise unavailable("no worker takes requests now", "no_workers", retry_after_s=2)
-        self._dispatcher.check_line(flight, request.priority)
-        if request.text_chars <= self._settings.tokenize_inline_chars and len(raw) <= INLINE_BYTES:
+        dispatcher.check_line(flight, request.priority)
+        if len(raw) <= INLINE_BYTES and request.text_chars <= settings.tokenize_inline_chars:
             call = self._call(flight, request, raw, max_context)
         else:
-            loop = asyncio.get_running_loop()
             call = await loop.run_in_executor(self._threads, self._call, flight, request, raw, max_context)
         flight.lifecycle.on(Event.ACCEPT)
-        await self._dispatcher.run(flight, call)
+        await dispatcher.run(flight, call)
 
     def _call(self, flight: Flight, request: ApiRequest, raw: bytes, max_context: int) -> Call:
         """Tokenize and check. May run on a thread."""
         prompts = tokenize(request, self._tokenizer, max_context, self._limits)
         limits = output_limits(request, prompts, self._tokenizer, max_context)
         lengths = [len(ids) for ids in prompts]
-        forwarded = {
-            name.decode(): value.decode()
-            for name in FORWARDED_HEADERS
-            if (value := flight.exchange.headers.get(name)) is not None
-            and len(value) <= _MAX_FORWARDED_BYTES
-            and value.isascii()
-        }
+        headers = flight.exchange.headers
+        forwarded = _forwarded(headers) if not headers.keys().isdisjoint(FORWARDED_HEADERS) else {}
+        num_sequences = len(prompts) * request.n
+        salt = request.cache_salt
         if self._traces and (trace := self._traces.get(flight.request_id)) is not None:
             forwarded["traceparent"] = trace.call.header
         rolling = self._dispatcher.policy.disagg_percent < 100
         return Call(
-            path=flight.exchange.path,
-            raw_body=raw,
-            internal=InternalRequest(
-                request_id=flight.request_id,
-                prompt_token_ids=tuple(tuple(ids) for ids in prompts),
-                cache_salt=request.cache_salt,
+            flight.exchange.path,
+            raw,
+            InternalRequest(
+                flight.request_id,
+                tuple([tuple(ids) for ids in prompts]),
+                cache_salt=salt,
                 priority=request.priority,
                 journal=request.stream and flight.lifecycle.replays_left,
                 created_s=int(time.time()),
             ),
-            view=RequestView(
-                num_prompt_tokens=sum(lengths),
-                num_prompts=len(prompts),
-                longest_prompt_tokens=max(lengths),
-                max_total_tokens=max(n + limit for n, limit in zip(lengths, limits, strict=True)),
-                num_sequences=len(prompts) * request.n,
-                bucket=bucket(request.user, request.cache_salt, prompts[0]) if rolling else 0.0,
+            RequestView(
+                sum(lengths),
+                len(prompts),
+                max(lengths),
+                max([n + limit for n, limit in zip(lengths, limits, strict=True)]),
+                num_sequences,
+                bucket(request.user, salt, prompts[0]) if rolling else 0.0,
             ),
-            prompts=PromptChains(prompts, request.cache_salt, self._registry.chain_sizes()),
-            num_sequences=len(prompts) * request.n,
-            stream=request.stream,
-            forward_headers=forwarded,
+            PromptChains(prompts, salt, self._registry.chain_sizes()),
+            num_sequences,
+            request.stream,
+            forwarded,
         )
 
     def _record(self, flight: Flight, endpoint: Endpoint, failure: ApiError | None) -> None:
@@ -296,7 +297,12 @@ class Gateway:
         if self.page is not None:
             self.page.ended(flight, now_s)
         if log.isEnabledFor(logging.INFO):
-            log_event(log, "request", **record_of(flight, endpoint, failure, now_s))
+            # After what is to be written to sockets now.
+            asyncio.get_running_loop().call_soon(self._log, flight, endpoint, failure, now_s)
+
+    @staticmethod
+    def _log(flight: Flight, endpoint: Endpoint, failure: ApiError | None, now_s: float) -> None:
+        log_event(log, "request", **record_of(flight, endpoint, failure, now_s))
 
     def _count_tokens(self, flight: Flight, report: RequestReport) -> None:
         metrics = self._metrics
@@ -345,6 +351,7 @@ class Gateway:
             return
         self._registry.export()
         self._dispatcher.export()
+        self._metrics.set("kvbaton_router_inflight_requests", value=self.open.num)
         self._ratio.export(self._metrics, self._clock.now_s())
         await exchange.answer_text(*self._metrics.answer(exchange.headers.get(b"accept", b"")))
 
@@ -427,6 +434,15 @@ class Gateway:
                 raise not_found(exchange.path)
 
 
+def _forwarded(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    """Of a client's headers, those that pass on."""
+    return {
+        name.decode(): value.decode()
+        for name in FORWARDED_HEADERS
+        if (value := headers.get(name)) is not None and len(value) <= _MAX_FORWARDED_BYTES and value.isascii()
+    }
+
+
 def record_of(flight: Flight, endpoint: Endpoint, failure: ApiError | None, now_s: float) -> dict[str, object]:
     """What the log keeps of a request: the decision with all its terms, the outcome, and the times."""
 
@@ -439,7 +455,7 @@ def record_of(flight: Flight, endpoint: Endpoint, failure: ApiError | None, now_
         "client_request_id": flight.client_request_id,
         "endpoint": endpoint,
         "outcome": flight.lifecycle.outcome,
-        "states": [state for state, _ in flight.lifecycle.history] + [flight.lifecycle.state],
+        "states": flight.lifecycle.states,
         "decision": flight.reason,
         "prefill": decision.prefill if decision is not None else None,
         "decode": decision.decode if decision is not None else None,

@@ -12,6 +12,8 @@ from enum import StrEnum
 
 
 class State(StrEnum):
+    __hash__ = str.__hash__  # not in Python: a request's events are looked up by it
+
     RECEIVED = "received"  # the request line and headers are here
     ADMITTED = "admitted"  # parsed, tokenized, within every limit; it may wait for room
     DISPATCHED = "dispatched"  # a worker has it; nothing was sent to the client yet
@@ -27,6 +29,8 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
+    __hash__ = str.__hash__
+
     ACCEPT = "accept"
     REFUSE = "refuse"
     DISPATCH = "dispatch"
@@ -127,6 +131,11 @@ class Lifecycle:
     @property
     def replays_left(self) -> bool:
         return self.num_replays < self._max_replays
+
+    @property
+    def states(self) -> list[State]:
+        """All it has been in, the present one last."""
+        return [*[state for state, _ in self.history], self.state]
 
     @property
     def ended(self) -> bool:

@@ -13,8 +13,9 @@ Knows nothing about workers or requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -72,7 +73,7 @@ class Patience:
         self._cancelling = 0  # requests to cancel the task that are not ours
 
     async def __aenter__(self) -> Self:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         assert self._task is not None, "patience is a task's"
         self._cancelling = self._task.cancelling()
@@ -134,16 +135,14 @@ class Patience:
             self._timer.cancel()
             self._timer = None
         self.begun = True
-        self._heard_s = asyncio.get_running_loop().time()
+        self._heard_s = self._loop.time()
 
-    def passing_on(self) -> Self:
-        """``with patience.passing_on(): await write(...)``. The same object again: this runs once per part."""
-        return self
-
-    def __enter__(self) -> Self:
+    @contextlib.contextmanager
+    def passing_on(self) -> Iterator[None]:
+        """``with patience.passing_on(): await write(...)``, where the client has to be waited for."""
         self._passing_on = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._passing_on = False
-        self._heard_s = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self._passing_on = False
+            self._heard_s = asyncio.get_running_loop().time()

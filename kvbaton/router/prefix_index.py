@@ -35,7 +35,7 @@ class PromptChains:
 
     def __init__(self, prompts: Sequence[Sequence[int]], salt: str = "", sizes: Iterable[int] = ()) -> None:
         """``sizes``: those to compute now, for this may run on a thread and later calls may not."""
-        self.num_tokens = tuple(len(prompt) for prompt in prompts)
+        self.num_tokens = tuple([len(prompt) for prompt in prompts])
         self._prompts = prompts
         self._salt = salt
         self._by_size: dict[int, tuple[Chain, ...]] = {}
@@ -53,7 +53,7 @@ class PromptChains:
     def of(self, block_size: int) -> tuple[Chain, ...]:
         chains = self._by_size.get(block_size)
         if chains is None:
-            chains = tuple(tuple(block_hashes(prompt, block_size, self._salt)) for prompt in self._prompts)
+            chains = tuple([tuple(block_hashes(prompt, block_size, self._salt)) for prompt in self._prompts])
             self._by_size[block_size] = chains
         return chains
 
@@ -126,11 +126,18 @@ class PrefixIndex:
                 for worker, depth in self.exact.matched(chain, size).items():
                     if worker in found:
                         found[worker] += min(depth, most) * size
+        by_history, size = self._history, self.block_tokens
+        chains: list[tuple[int, Chain]] | None = None
         for worker in found:
-            if not self.exact.knows(worker) and self._history.num_blocks(worker):
-                size = self.block_tokens
-                for num_tokens, chain in zip(prompts.num_tokens, prompts.of(size), strict=True):
-                    found[worker] += min(self._history.matched_blocks(worker, chain), (num_tokens - 1) // size) * size
+            if self.exact.knows(worker) or not by_history.num_blocks(worker):
+                continue
+            if chains is None:
+                chains = [
+                    ((num_tokens - 1) // size, chain)
+                    for num_tokens, chain in zip(prompts.num_tokens, prompts.of(size), strict=True)
+                ]
+            for most, chain in chains:
+                found[worker] += min(by_history.matched_blocks(worker, chain), most) * size
         return found
 
     def expect(self, worker: str, prompts: PromptChains) -> list[Expectation]:

@@ -68,7 +68,7 @@ async def run_router(
     async with open_session(settings) as session, open_client(settings) as client:
         dispatcher = Dispatcher(registry, index, client, settings, key, metrics, clock)
         gateway = Gateway(registry, dispatcher, served, settings, key, metrics, clock)
-        server = HttpServer(gateway)
+        server = HttpServer(gateway, settings.head_timeout_s, half_closes=True)
         host, port = listener.getsockname()[:2]
         async with asyncio.TaskGroup() as group:
             watching = [group.create_task(Monitor(registry, index, session, settings, key, metrics).run())]

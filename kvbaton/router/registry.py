@@ -7,10 +7,9 @@ of the old one is kept. Knows nothing about how workers are asked (``monitor``) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from kvbaton.config import MemberSettings
@@ -86,9 +85,9 @@ class Member:
         return max(0, self.reported.info.stats.waiting_prompt_tokens + self.own_tokens - self.reported.own_tokens)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Hold:
-    """What one attempt of one request occupies on one worker."""
+    """What one attempt of one request occupies on one worker. ``release`` it, or leave its ``with``."""
 
     member: Member
     num_sequences: int
@@ -96,9 +95,25 @@ class Hold:
 
     def first_token(self) -> None:
         """The prompt is computed: it no longer waits there."""
-        self.member.expected.pop(self, None)
-        self.member.own_tokens -= self.num_tokens
+        member = self.member
+        if member.expected:
+            member.expected.pop(self, None)
+        member.own_tokens -= self.num_tokens
         self.num_tokens = 0
+
+    def release(self) -> None:
+        member = self.member
+        assert self in member.holds, "released twice"
+        member.holds.discard(self)
+        self.first_token()
+        member.own_requests -= 1
+        member.own_sequences -= self.num_sequences
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 # A failed call keeps a worker out this long (doubling, up to the last) unless it answers a poll; so one bad answer
@@ -222,7 +237,14 @@ class Registry:
 
     def usable(self, now_s: float, excluded: frozenset[str] = frozenset()) -> list[Member]:
         """Workers that take requests. If every one of a role is only quarantined, better those than none."""
-        up = [m for m in self._members.values() if m.state == "up" and m.name not in excluded]
+        up = [m for m in self._members.values() if m.state == "up"]
+        if excluded:
+            up = [m for m in up if m.name not in excluded]
+        for member in up:
+            if member.quarantined_until_s > now_s:
+                break
+        else:
+            return up
         calm = [m for m in up if m.quarantined_until_s <= now_s]
         roles = {m.role for m in calm}
         return calm + [m for m in up if m not in calm and m.role not in roles]
@@ -258,9 +280,9 @@ class Registry:
         decoding = [m for m in heard if m.role != "prefill"] or heard
         return max((m.reported.info.max_context for m in decoding if m.reported is not None), default=0)
 
-    @contextmanager
-    def hold(self, member: Member, num_sequences: int, num_tokens: int, due_s: float | None = None) -> Iterator[Hold]:
-        """Account for one attempt on ``member`` until the block is left. ``due_s``: when its first token is overdue."""
+    @staticmethod
+    def hold(member: Member, num_sequences: int, num_tokens: int, due_s: float | None = None) -> Hold:
+        """Account for one attempt on ``member`` until it is released. ``due_s``: when its first token is overdue."""
         hold = Hold(member, num_sequences, num_tokens)
         if due_s is not None:
             member.expected[hold] = due_s
@@ -269,13 +291,7 @@ class Registry:
         member.own_tokens += num_tokens
         member.num_dispatched += 1
         member.holds.add(hold)
-        try:
-            yield hold
-        finally:
-            member.holds.discard(hold)
-            hold.first_token()
-            member.own_requests -= 1
-            member.own_sequences -= num_sequences
+        return hold
 
     def peer_address(self, member: Member) -> PeerAddress:
         """Where decode workers reach this prefill worker's hand-off server."""

@@ -34,7 +34,7 @@ def take_report(events: bytes, known: RequestReport | None) -> tuple[bytes, Requ
     return events[:start] + events[stop:], report
 
 
-def read_report(header: str | None) -> RequestReport | None:
+def read_report(header: bytes | None) -> RequestReport | None:
     return _REPORT.decode(header) if header is not None else None
 
 

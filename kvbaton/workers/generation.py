@@ -131,7 +131,7 @@ class Generation:
         if self._internal is not None:
             timeout_s = min(timeout_s, self._internal.deadline_s)
         try:
-            async with self._host.open.deadline(timeout_s):
+            with self._host.open.bound(timeout_s):
                 if len(self._open) == 1:
                     await self._pump(self._open[0], timeout_s)
                 else:

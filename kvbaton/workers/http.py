@@ -11,23 +11,25 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping, Sequence
+from typing import Any, Self, TypeVar
 
 import uvicorn
 
 from kvbaton.types import LocalError
 from kvbaton.workers.http_cycle import SCOPE_KEY, Cycle
-from kvbaton.workers.http_head import BoundedHeadProtocol
+from kvbaton.workers.http_head import HEAD_TIMEOUT_S, BoundedHeadProtocol
 from kvbaton.workers.openai_errors import ApiError, bad_request, unavailable
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 T = TypeVar("T")
 TOO_MANY_BYTES = "too_many_bytes"
 WATCHES = 16  # connections that are accepted each time round
+FREE_BYTES = 64 * 1024  # of each body
+PATIENCE_S = 2.0  # an upload that takes longer gives way when others want its room
 LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024 * 1024
 
@@ -44,31 +46,63 @@ class ClientGone(Exception):
 
 
 class BodyBudget:
-    """Bytes of request bodies in memory at once, over all requests: many large ones must not add up."""
+    """Bytes of large request bodies in memory at once, over all requests: many of them must not add up.
+
+    What a body has up to ``FREE_BYTES`` is not counted (the number of requests at once bounds that), so that a few
+    large ones never keep out small ones. When nothing is left, the upload that has been arriving for longest gives way
+    to the next, so that nobody keeps others out by sending slowly.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.left_bytes = max_bytes
+        self._arriving: dict[Claim, Callable[[], None]] = {}  # and what ends them; the oldest first
 
-    @contextlib.contextmanager
-    def claim(self) -> Iterator[Claim]:
-        """One request's share, given back when the request is over."""
-        claim = Claim(self)
-        try:
-            yield claim
-        finally:
-            self.left_bytes += claim.num_bytes
+    def make_room(self, num_bytes: int, other_than: Claim, now_s: float) -> bool:
+        """End uploads until there is room. False when there is none to be had."""
+        for claim, end in list(self._arriving.items()):
+            if self.left_bytes >= num_bytes:
+                break
+            if claim is not other_than and claim.num_bytes and now_s - claim.since_s > PATIENCE_S:
+                claim.release()
+                end()
+        return self.left_bytes >= num_bytes
 
 
 class Claim:
+    """One request's share, given back when the request is over."""
+
+    __slots__ = ("_budget", "_num_free_bytes", "num_bytes", "since_s")
+
     def __init__(self, budget: BodyBudget) -> None:
         self.num_bytes = 0
+        self.since_s = 0.0  # when its upload began
+        self._num_free_bytes = FREE_BYTES
         self._budget = budget
 
-    def take(self, num_bytes: int) -> None:
-        if num_bytes > self._budget.left_bytes:
+    def take(self, num_bytes: int, now_s: float) -> None:
+        if num_bytes <= self._num_free_bytes:
+            self._num_free_bytes -= num_bytes
+            return
+        num_bytes -= self._num_free_bytes
+        self._num_free_bytes = 0
+        budget = self._budget
+        if num_bytes > budget.left_bytes and not budget.make_room(num_bytes, self, now_s):
             raise unavailable("too many large requests at once", TOO_MANY_BYTES)
-        self._budget.left_bytes -= num_bytes
+        budget.left_bytes -= num_bytes
         self.num_bytes += num_bytes
+
+    def arriving(self, now_s: float, end: Callable[[], None]) -> None:
+        """Its upload goes on; ``end`` breaks it off."""
+        self.since_s = now_s
+        self._budget._arriving[self] = end
+
+    def arrived(self) -> None:
+        self._budget._arriving.pop(self, None)
+
+    def release(self) -> None:
+        self.arrived()
+        self._budget.left_bytes += self.num_bytes
+        self.num_bytes = 0
 
 
 class Exchange:
@@ -83,76 +117,80 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._cycle: Cycle | None = scope.get(SCOPE_KEY)  # None: some other server, which speaks plain ASGI
+        self._watcher: asyncio.Future[None] | None = None  # there
 
     async def read_body(self, max_bytes: int, timeout_s: float, claim: Claim | None = None) -> bytes:
         """The whole body. 413, 415, 408, 503 when ``claim`` finds nothing left, or ClientGone."""
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(415, "compressed bodies are not accepted", param="content-encoding")
-        too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
         declared = self.headers.get(b"content-length")
         if declared is not None and (len(declared) > 18 or int(declared) > max_bytes):
-            raise too_large
+            raise _too_large(max_bytes)
+        loop = asyncio.get_running_loop()
         if self._cycle is not None and (whole := self._cycle.take_body()) is not None:
             if len(whole) > max_bytes:
-                raise too_large
+                raise _too_large(max_bytes)
             if claim is not None:
-                claim.take(len(whole))
+                claim.take(len(whole), loop.time())
             return whole
+        began_s = loop.time()
+        timeout = asyncio.timeout(timeout_s)
+        if claim is not None:
+            claim.arriving(began_s, lambda: timeout.reschedule(loop.time()))
+        try:
+            async with timeout:
+                return await self._body_in_parts(max_bytes, claim, loop)
+        except TimeoutError:
+            late = loop.time() - began_s >= timeout_s
+            message = f"within {timeout_s:g} s" if late else "soon enough for others to wait for it"
+            raise ApiError(408, f"the body did not arrive {message}", code="body_timeout") from None
+        finally:
+            if claim is not None:
+                claim.arrived()
+
+    async def _body_in_parts(self, max_bytes: int, claim: Claim | None, loop: asyncio.AbstractEventLoop) -> bytes:
         parts: list[bytes] = []
         num_bytes = 0
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    part = message.get("body", b"")
-                    num_bytes += len(part)
-                    if num_bytes > max_bytes:
-                        raise too_large
-                    if claim is not None:
-                        claim.take(len(part))
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                raise _too_large(max_bytes)
+            if claim is not None:
+                claim.take(len(part), loop.time())
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work``; cancel it and raise ClientGone if the client goes away first. The body must have been read."""
-        me = asyncio.current_task()
-        assert me is not None
-        before, gone = me.cancelling(), False
-
-        def leave() -> None:
-            nonlocal gone
-            gone = True
-            me.cancel()
-
-        async def watch() -> None:
-            await self._disconnected()
-            leave()
-
-        watcher: asyncio.Future[None] | None = None
-        if self._cycle is None:
-            watcher = asyncio.ensure_future(watch())
-        elif self._cycle.disconnected:
-            work.close()
-            raise ClientGone
-        else:
-            self._cycle.flow.resume_reading()  # or nobody would notice
-            self._cycle.on_gone = leave
         try:
-            return await work
-        except asyncio.CancelledError:
-            if gone and me.uncancel() <= before:  # it was ours, and nobody else wants us to end
-                raise ClientGone from None
-            raise
+            with Bound(None) as bound:
+                bound.watch(self)
+                return await work
         finally:
-            if watcher is not None:
-                watcher.cancel()
-            elif self._cycle is not None:
-                self._cycle.on_gone = None
+            work.close()  # if it never began
+
+    def on_gone(self, call: Callable[[], None] | None) -> None:
+        """Whom to tell when the client goes before its answer is complete; None: nobody any more."""
+        if self._cycle is not None:
+            if call is not None:
+                if self._cycle.disconnected:
+                    raise ClientGone
+                self._cycle.flow.resume_reading()  # or nobody would notice
+            self._cycle.on_gone = call
+        elif self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+        elif call is not None:
+            self._watcher = asyncio.ensure_future(self._watch(call))
+
+    async def _watch(self, call: Callable[[], None]) -> None:
+        await self._disconnected()
+        call()
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -178,24 +216,32 @@ class Exchange:
             return
         await self._send({"type": "http.response.body", "body": part, "more_body": False})
 
-    async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
-        length = (b"content-length", str(len(body)).encode())
-        await self.start(status, [JSON_HEADER, length, *(headers or [])])
+    async def answer(self, status: int, body: bytes, headers: Headers = ()) -> None:
+        await self.start(status, [JSON_HEADER, (b"content-length", b"%d" % len(body)), *headers])
         await self.end(b"" if self.method == "HEAD" else body)
+
+    @property
+    def may_put_now(self) -> bool:
+        """Whether ``put_now`` would write."""
+        return self._cycle is not None and not self._cycle.flow.write_paused
+
+    def put_now(self, part: bytes, more: bool) -> bool:
+        """``write`` or ``end`` without waiting. False, and nothing happened, where it would have to wait."""
+        return self._cycle is not None and self._cycle.put_now(part, more)
 
     async def answer_text(self, body: bytes, content_type: bytes) -> None:
         await self.start(200, [(b"content-type", content_type), (b"content-length", b"%d" % len(body))])
         await self.end(b"" if self.method == "HEAD" else body)
 
-    async def fail(self, error: ApiError, headers: Headers | None = None) -> None:
+    async def fail(self, error: ApiError, headers: Headers = ()) -> None:
         """Answer with ``error``. A body that was not read makes the connection useless: it is closed afterwards."""
         body = error.body()
         if error.status not in (408, 413, 415) and error.code != TOO_MANY_BYTES:
-            await self.answer(error.status, body, [*error.headers(), *(headers or [])])
+            await self.answer(error.status, body, [*error.headers(), *headers])
             return
-        length = (b"content-length", str(len(body)).encode())
+        length = (b"content-length", b"%d" % len(body))
         close = (b"connection", b"close")
-        await self.start(error.status, [JSON_HEADER, length, close, *error.headers(), *(headers or [])])
+        await self.start(error.status, [JSON_HEADER, length, close, *error.headers(), *headers])
         await self.write(body)
         await self._linger()
         await self.end()
@@ -212,20 +258,61 @@ class Exchange:
                         return
 
 
-class _Deadline:
-    """A timeout that is listed while it runs. A class: a generator would cost each request more."""
+class Bound:
+    """What may end a request from outside: its deadline, a cut of all of them, the client that goes.
 
-    def __init__(self, timeout_s: float, listed: set[asyncio.Timeout]) -> None:
-        self._timeout = asyncio.timeout(timeout_s)
+    ``with bound:`` around the work. A deadline or cut becomes TimeoutError there; the client's going, if it is watched,
+    ClientGone. A class of its own: ``asyncio.timeout`` and a task that watches would cost each request more.
+    """
+
+    __slots__ = ("_before", "_exchange", "_gone", "_listed", "_over", "_task", "_timeout_s", "_timer")
+
+    def __init__(self, timeout_s: float | None, listed: set[Bound] | None = None) -> None:
+        """``timeout_s``: None for none; ``listed``: where it is found by those who cut all of them."""
+        self._timeout_s = timeout_s
         self._listed = listed
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = self._gone = False
+        self._exchange: Exchange | None = None
 
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-        self._listed.add(self._timeout)
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None, "a bound is a task's"
+        self._task = task
+        self._before = task.cancelling()
+        if self._timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.cut)
+        if self._listed is not None:
+            self._listed.add(self)
+        return self
 
-    async def __aexit__(self, *raised: Any) -> None:
-        self._listed.discard(self._timeout)
-        await self._timeout.__aexit__(*raised)  # it raises or does nothing
+    def watch(self, exchange: Exchange) -> None:
+        """From now on the client's going ends the work. The body must have been read. ClientGone if it went already."""
+        self._exchange = exchange
+        exchange.on_gone(self._leave)
+
+    def cut(self) -> None:
+        """The time is up."""
+        self._over = True
+        self._task.cancel()
+
+    def _leave(self) -> None:
+        self._gone = True
+        self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._listed is not None:
+            self._listed.discard(self)
+        if self._exchange is not None:
+            self._exchange.on_gone(None)
+        if self._over or self._gone:
+            left = self._task.cancelling()
+            for _ in range(self._over + self._gone):
+                left = self._task.uncancel()
+            if left <= self._before and kind is asyncio.CancelledError:  # ours, and nobody else wants us to end
+                raise (ClientGone if self._gone else TimeoutError) from None
 
 
 class OpenRequests:
@@ -236,22 +323,22 @@ class OpenRequests:
         self.cut = False  # the drain deadline passed; open requests are being ended
         self._idle = asyncio.Event()
         self._idle.set()
-        self._timeouts: set[asyncio.Timeout] = set()
+        self._bounds: set[Bound] = set()
 
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
+    def enter(self) -> None:
+        """One more. ``leave`` must follow."""
         self.num += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.num -= 1
-            if self.num == 0:
-                self._idle.set()
+        if self.num == 1:
+            self._idle.clear()
 
-    def deadline(self, timeout_s: float) -> _Deadline:
-        """As ``asyncio.timeout``, and ended by a cut too."""
-        return _Deadline(timeout_s, self._timeouts)
+    def leave(self) -> None:
+        self.num -= 1
+        if self.num == 0:
+            self._idle.set()
+
+    def bound(self, timeout_s: float) -> Bound:
+        """``with open.bound(...):`` ended by its deadline, and by a cut."""
+        return Bound(timeout_s, self._bounds)
 
     async def idle(self, deadline_s: float) -> bool:
         """Wait until none is open. False when some were at the deadline; they go on."""
@@ -268,13 +355,16 @@ class OpenRequests:
             return True
         except TimeoutError:
             self.cut = True
-        now_s = asyncio.get_running_loop().time()
-        for timeout in self._timeouts:
-            timeout.reschedule(now_s)
+        for bound in list(self._bounds):
+            bound.cut()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         return False
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
 
 
 def method_not_allowed(allowed: str) -> ApiError:
@@ -319,11 +409,20 @@ def bind(host: str, port: int) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: the process that runs it decides when to end."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        head_timeout_s: float = HEAD_TIMEOUT_S,
+        half_closes: bool = False,
+    ) -> None:
+        class Protocol(BoundedHeadProtocol):
+            pass
+
+        Protocol.head_timeout_s, Protocol.half_closes = head_timeout_s, half_closes
         super().__init__(
             uvicorn.Config(
                 app,
-                http=BoundedHeadProtocol,
+                http=Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

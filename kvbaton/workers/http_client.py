@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import aiohttp
@@ -24,6 +24,7 @@ MAX_ANSWER_BYTES = 256 * 1024 * 1024  # of an answer read whole
 # Workers keep idle connections for 75 s: ours are dropped earlier, so that none is reused while it closes.
 KEEP_ALIVE_S = 30.0
 MAX_IDLE = 1024  # kept for each worker
+MAX_HEADS = 1024  # addresses whose heads are kept
 
 
 class _Connection(asyncio.Protocol):
@@ -35,7 +36,7 @@ class _Connection(asyncio.Protocol):
         self.closed = False
         self.idle_since_s = 0.0
         self.status = 0
-        self.headers: dict[str, str] = {}
+        self.headers: list[tuple[bytes, bytes]] = []
         self.complete = True  # no answer is expected, or all of it is here
         self.parts: list[bytes] = []
         self._num_bytes = 0  # of ``parts``
@@ -43,9 +44,11 @@ class _Connection(asyncio.Protocol):
         self._paused = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._parser: Any = None
+        self._sink: Callable[[bytes], bool] | None = None
+        self._parser: Any = httptools.HttpResponseParser(self)
         self._stall_timeout_s = stall_timeout_s
         self._heard_s = 0.0
+        # One for the connection's whole life, moved when it rings, not at every byte nor call.
         self._timer: asyncio.TimerHandle | None = None
 
     # -- called by the event loop and by the parser --------------------------------------------------------------
@@ -62,6 +65,16 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(aiohttp.ClientPayloadError(f"the worker broke HTTP: {error}"))
+        if (
+            self._sink is not None
+            and self.parts
+            and self._waiter is not None
+            and not self._waiter.done()  # whoever takes the parts waits, so all of them came just now
+            and self._sink(self.parts[0] if len(self.parts) == 1 else b"".join(self.parts))
+        ):
+            self.parts, self._num_bytes = [], 0
+            if not self.complete and self._error is None:
+                return
         if self._num_bytes > HIGH_WATER_BYTES and not self._paused and self.transport is not None:
             self._paused = True
             self.transport.pause_reading()
@@ -69,6 +82,9 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if not self.complete and self._error is None:
             if self._head_done:
                 self._error = aiohttp.ClientPayloadError("the connection was lost before the answer ended")
@@ -77,13 +93,13 @@ class _Connection(asyncio.Protocol):
             self._wake()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
         self._head_done = self.status >= 200  # what comes before is only informational
         if not self._head_done:
-            self.headers = {}
+            self.headers = []
 
     def on_body(self, body: bytes) -> None:
         self.parts.append(body)
@@ -101,9 +117,10 @@ class _Connection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes) -> None:
         assert self.transport is not None and self.complete, "one call at a time"
         self.complete, self._head_done, self._error = False, False, None
-        self.headers, self._parser = {}, httptools.HttpResponseParser(self)
+        self.headers = []
         self._heard_s = self.loop.time()
-        self._timer = self.loop.call_later(self._stall_timeout_s, self._look_at_clock)
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._stall_timeout_s, self._look_at_clock)
         if len(body) < 65536:
             self.transport.write(head + body)
         else:
@@ -118,7 +135,13 @@ class _Connection(asyncio.Protocol):
         while not self.parts:
             if self.complete:
                 return b""
-            await self._more()
+            if self._error is not None:
+                raise self._error
+            self._waiter = self.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         parts, self.parts, self._num_bytes = self.parts, [], 0
         if self._paused and self.transport is not None:
             self._paused = False
@@ -127,12 +150,14 @@ class _Connection(asyncio.Protocol):
 
     def end(self) -> None:
         """The call is over, well or not."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._sink = None
         if not self.complete or self.closed or self.parts or self._error is not None:
             self.abort()
         self.idle_since_s = self.loop.time()
+
+    def passes_to(self, sink: Callable[[bytes], bool]) -> None:
+        """While somebody waits for a part, offer it there first: it is taken, and nobody woken, or False."""
+        self._sink = sink
 
     def abort(self) -> None:
         self.closed = True
@@ -161,7 +186,9 @@ class _Connection(asyncio.Protocol):
             self._wake()
 
     def _look_at_clock(self) -> None:
-        """One timer for the whole call: it is moved when it rings, not at every byte."""
+        if self.complete or self._error is not None:  # nothing is expected: the next call begins again
+            self._timer = None
+            return
         # While reading is paused it is we who do not listen.
         left_s = self._stall_timeout_s if self._paused else self._heard_s + self._stall_timeout_s - self.loop.time()
         if left_s <= 0.001:
@@ -201,8 +228,22 @@ class Content:
 class Response:
     def __init__(self, connection: _Connection) -> None:
         self.status = connection.status
-        self.headers = connection.headers
+        self.raw_headers = connection.headers
         self.content = Content(connection)
+        self.take = connection.take  # the next part, as it arrived; nothing at the end
+        self.passes_to = connection.passes_to
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Names in lower case."""
+        return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.raw_headers}
+
+    def header(self, name: bytes) -> bytes | None:
+        """``name`` in lower case."""
+        for known, value in self.raw_headers:
+            if len(known) == len(name) and known.lower() == name:
+                return value
+        return None
 
     async def read(self) -> bytes:
         body = await self.content.read(MAX_ANSWER_BYTES + 1)
@@ -243,15 +284,22 @@ class HttpClient:
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._idle: dict[str, list[_Connection]] = {}
-        self._heads: dict[str, bytes] = {}
+        # By address, what a head begins with, and the headers it was made of: usually the same ones again.
+        self._heads: dict[str, tuple[Mapping[str, str], str, bytes]] = {}
 
     def post(self, url: str, *, data: bytes, headers: Mapping[str, str]) -> _Call:
         """``url`` is http://host:port/path; ``headers`` must come from us or have been checked."""
-        cut = url.index("/", 7)
-        origin, path = url[7:cut], url[cut:]
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        head = f"POST {path} HTTP/1.1\r\nhost: {origin}\r\n{lines}content-length: {len(data)}\r\n\r\n"
-        return _Call(self, origin, head.encode("latin-1"), data)
+        known = self._heads.get(url)
+        if known is None or known[0] is not headers:
+            cut = url.index("/", 7)
+            origin, path = url[7:cut], url[cut:]
+            lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+            head = f"POST {path} HTTP/1.1\r\nhost: {origin}\r\n{lines}content-length: "
+            known = headers, origin, head.encode("latin-1")
+            if len(self._heads) >= MAX_HEADS:
+                self._heads.clear()
+            self._heads[url] = known
+        return _Call(self, known[1], b"%b%d\r\n\r\n" % (known[2], len(data)), data)
 
     def idle(self, origin: str) -> _Connection | None:
         """The one used last: the others may then be dropped."""

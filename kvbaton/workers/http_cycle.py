@@ -8,11 +8,18 @@ for it is told at once when the client goes. Knows nothing about paths or errors
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 SCOPE_KEY = "kvbaton.cycle"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+COMMENT = b"3\r\n:\n\n\r\n"  # of an event stream, as a chunk: says nothing
+_log = logging.getLogger("uvicorn.error")
 
 
 class Cycle(RequestResponseCycle):
@@ -20,6 +27,34 @@ class Cycle(RequestResponseCycle):
 
     on_gone: Callable[[], None] | None = None  # called when the connection is lost before the answer is complete
     _head = b""
+    _is_event_stream = False
+
+    def __init__(
+        self,
+        scope: MutableMapping[str, Any],
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        default_headers: list[tuple[bytes, bytes]],
+        keep_alive: bool,
+        on_response: Callable[..., None],
+    ) -> None:
+        self.scope = scope  # type: ignore[assignment]
+        self.transport = transport
+        self.flow = flow
+        self.logger = self.access_logger = _log
+        self.access_log = False
+        self.default_headers = default_headers
+        self.message_event = asyncio.Event()
+        self.on_response = on_response
+        self.disconnected = False
+        self.keep_alive = keep_alive
+        self.waiting_for_100_continue = False
+        self.body = bytearray()
+        self.more_body = True
+        self.response_started = False
+        self.response_complete = False
+        self.chunked_encoding = None
+        self.expected_content_length = 0
 
     def take_body(self) -> bytes | None:
         """The whole body if it is here already; None: it has to be waited for."""
@@ -36,36 +71,54 @@ class Cycle(RequestResponseCycle):
         if self.on_gone is not None:
             self.on_gone()
 
-    def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def probe(self) -> None:
+        """Write what means nothing to a client that has only stopped sending, and makes one that left say so."""
+        if self.flow.write_paused or self.response_complete:
+            return
+        if not self.response_started:
+            self.transport.write(CONTINUE)
+        elif self._is_event_stream and not self._head:
+            self.transport.write(COMMENT)
+
+    def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Kept until the first part of the body."""
         assert not self.response_started, "an answer begins once"
         self.response_started = True
         self.waiting_for_100_continue = False
-        self.chunked_encoding = status not in (204, 304)  # these have no body, however it might be marked
+        chunked = status not in (204, 304)  # these have no body, however it might be marked
         lines = [STATUS_LINE[status]]
-        for name, value in [*self.default_headers, *headers]:
+        for name, value in (*self.default_headers, *headers):
             if name == b"content-length":
                 self.expected_content_length = int(value)
-                self.chunked_encoding = False
+                chunked = False
             elif name == b"connection" and value == b"close":
                 self.keep_alive = False
                 continue
-            lines.append(b"%b: %b\r\n" % (name, value))
+            elif name == b"content-type":
+                self._is_event_stream = value.startswith(b"text/event-stream")
+            lines += (name, b": ", value, b"\r\n")
+        self.chunked_encoding = chunked
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
-        if self.chunked_encoding:
+        if chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
+        lines.append(b"\r\n")
         self._head = b"".join(lines)
-        if self._head.count(b"\n") != len(lines) or self._head.count(b"\r") != len(lines):
-            raise RuntimeError("a header of the answer has a line break")
-        self._head += b"\r\n"
+        num_lines = len(headers) + len(self.default_headers) + 2 + chunked
+        if self._head.count(b"\n") > num_lines or self._head.count(b"\r") > num_lines:
+            self._check_lines([*self.default_headers, *headers])
 
-    async def put(self, part: bytes, more: bool) -> None:
-        """Write a part of the body, or the last of it."""
-        while self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
+    @staticmethod
+    def _check_lines(headers: list[tuple[bytes, bytes]]) -> None:
+        if any(b"\r" in each or b"\n" in each for header in headers for each in header):
+            raise RuntimeError("a header of the answer has a line break")
+
+    def put_now(self, part: bytes, more: bool) -> bool:
+        """Write a part of the body, or the last of it. False, and nothing happened, when the client does not read."""
+        if self.flow.write_paused and not self.disconnected:
+            return False
         if self.disconnected:
-            return
+            return True
         assert self.response_started and not self.response_complete, "parts come between the beginning and the end"
         if self.scope["method"] == "HEAD":
             part, self.expected_content_length = b"", 0
@@ -87,3 +140,9 @@ class Cycle(RequestResponseCycle):
             if not self.keep_alive:
                 self.transport.close()
             self.on_response()
+        return True
+
+    async def put(self, part: bytes, more: bool) -> None:
+        """The same, when the client reads again."""
+        while not self.put_now(part, more):
+            await self.flow.drain()

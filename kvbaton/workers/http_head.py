@@ -1,9 +1,15 @@
-"""A connection: how much a request may say before its body, and what is answered when there is no request to answer.
+"""A connection: how much a request may say before its body and how long it may take for it, and what is answered when
+there is no request to answer.
 
 uvicorn's parser keeps headers of any size. Here the request line and the headers together are bounded (431), whether
 they come at once, in many lines or in one line without end; and what is not HTTP gets a 400 in the shape of every
-other error. After such an answer the connection is closed, but only when the client has stopped sending or some
-time has passed: closing under its bytes would reset the connection, and the answer with it.
+other error. A head that is not complete in time ends the connection (408, or without a word when nothing came), so that
+nobody holds connections for nothing. After such an answer the connection is closed, but only when the client has
+stopped sending or some time has passed: closing under its bytes would reset the connection, and the answer with it.
+
+Where ``half_closes`` is set, a client that stops sending after its request still gets its answer; one that closed
+altogether looks the same until something is written to it. So something meaningless is, and the socket says then
+which it is. Elsewhere it has left: a worker's clients are routers, and those want no work done for nobody.
 
 Each request becomes a ``Cycle``. Knows nothing about paths, bodies or models.
 """
@@ -11,6 +17,7 @@ Each request becomes a ``Cycle``. Knows nothing about paths, bodies or models.
 from __future__ import annotations
 
 import asyncio
+import socket
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -22,7 +29,9 @@ from kvbaton.workers.http_cycle import SCOPE_KEY, Cycle
 from kvbaton.workers.openai_errors import ApiError
 
 MAX_HEAD_BYTES = 32 * 1024
+HEAD_TIMEOUT_S = 20.0  # of a first request's head since the connection, of a later one's since its first byte
 LINGER_S = 1.0
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.005, 0.25  # whether a client that sends no more is still there
 
 
 class _TooLarge(Exception):
@@ -30,19 +39,38 @@ class _TooLarge(Exception):
 
 
 class BoundedHeadProtocol(HttpToolsProtocol):
-    """uvicorn's connection with a bound on each request's head."""
+    """uvicorn's connection with bounds on each request's head."""
 
+    head_timeout_s = HEAD_TIMEOUT_S
+    half_closes = False  # whether a client that sends no more may still want its answer
     _head_bytes = 0  # of the lines of this request that are complete
     _open_bytes = 0  # received since the parser last made something of them
     _refused = False
+    _half_closed = False  # the client sends no more
     _serving: Cycle | None = None  # ``cycle`` is the last one that was parsed, which may have to wait for it
+    # One timer for the connection's whole life: it is moved when it rings, not at every request.
+    _timer: asyncio.TimerHandle | None = None
+    _quiet_since_s = 0.0  # connected, or the last answer was complete, or a head began
+    _in_head = True  # a head is due: it has begun, or it is the first of the connection
+    _begun = False  # some of it came
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._quiet_since_s = self.loop.time()
+        self._timer = self.loop.call_later(self._look_s, self._look_at_clock)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
         self._open_bytes += len(data)
-        super().data_received(data)
-        if not self._refused and self._too_large:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+            return
+        except httptools.HttpParserUpgrade:
+            self._unsupported_upgrade_warning()
+        if self._head_bytes + self._open_bytes > MAX_HEAD_BYTES and not self._refused:
             self._refuse(_headers_too_large())
 
     def on_message_begin(self) -> None:
@@ -50,13 +78,19 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
+        self._begun = True
+        if not self._in_head:
+            self._in_head, self._quiet_since_s = True, self.loop.time()
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
-        super().on_url(url)
+        self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)  # a colon, a space and the end of the line
+        self._open_bytes = 0
+        self._head_bytes += len(name) + len(value) + 4  # a colon, a space and the end of the line
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _TooLarge
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -64,6 +98,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._open_bytes = self._head_bytes = 0  # what is counted from here on are trailers
+        self._in_head = self._begun = False
         parser, url, query = self.parser, self.url, b""
         if not url.startswith(b"/") or b"?" in url or b"#" in url:
             parsed = httptools.parse_url(url)
@@ -81,18 +116,14 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         before: Cycle | None = self.cycle  # type: ignore[assignment]
         self.scope = scope  # type: ignore[assignment]
         self.cycle = scope[SCOPE_KEY] = Cycle(
-            scope=self.scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=version != "1.0" and parser.should_keep_alive(),
-            on_response=self.on_response_complete,
+            scope,
+            self.transport,
+            self.flow,
+            self.server_state.default_headers,
+            version != "1.0" and parser.should_keep_alive(),
+            self.on_response_complete,
         )
+        self.cycle.waiting_for_100_continue = self.expect_100_continue
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, self.app)
         else:  # one at a time, in order
@@ -103,8 +134,23 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         self._serving = cycle
         super()._start_asgi_task(cycle, app)
 
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+        elif self._half_closed:
+            self.transport.close()
+        elif not self._in_head:
+            self._quiet_since_s = self.loop.time()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
         if self._serving is not None and not self._serving.response_complete:
             self._serving.lost()
 
@@ -117,21 +163,61 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this when the parser gave up: it may have been our doing."""
-        self._refuse(_headers_too_large() if self._too_large else ApiError(400, "this is not a valid HTTP request"))
+        """The parser gave up: it may have been our doing."""
+        too_large = self._head_bytes + self._open_bytes > MAX_HEAD_BYTES
+        self._refuse(_headers_too_large() if too_large else ApiError(400, "this is not a valid HTTP request"))
 
-    def eof_received(self) -> None:
-        if self._refused:
+    # -- a client that sends no more -----------------------------------------------------------------------------
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """True keeps the way to the client open."""
+        waits = self._serving is not None and not self._serving.response_complete
+        whole = self.cycle is not None and not self.cycle.more_body and not self._in_head
+        if not self.half_closes or self._refused or not waits or not whole or self.scope["http_version"] == "1.0":
             self.transport.close()
+            return None
+        self._half_closed = True
+        self._look_at_client(FIRST_LOOK_S)
+        return True
+
+    def _look_at_client(self, pause_s: float) -> None:
+        """Until it has its answer: is it there? The socket of one that is gone has an error once it was written to."""
+        if self.transport.is_closing() or self._serving is None:
+            return
+        known = self.transport.get_extra_info("socket")
+        if known is not None and known.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if pause_s == FIRST_LOOK_S:
+            self._serving.probe()
+        self.loop.call_later(pause_s, self._look_at_client, min(2 * pause_s, LONGEST_LOOK_S))
+
+    # -- time ----------------------------------------------------------------------------------------------------
 
     @property
-    def _too_large(self) -> bool:
-        return self._head_bytes + self._open_bytes > MAX_HEAD_BYTES
+    def _look_s(self) -> float:
+        return min(self.head_timeout_s, self.timeout_keep_alive)
+
+    def _look_at_clock(self) -> None:
+        serving = self._serving is not None and not self._serving.response_complete
+        left_s = self._look_s
+        if not serving and not self._refused:
+            limit_s = self.head_timeout_s if self._in_head else self.timeout_keep_alive
+            left_s = self._quiet_since_s + limit_s - self.loop.time()
+        if left_s > 0.001:
+            self._timer = self.loop.call_later(min(left_s, self._look_s), self._look_at_clock)
+        elif self._begun:
+            message = f"the request's head did not arrive within {self.head_timeout_s:g} s"
+            self._refuse(ApiError(408, message, code="head_timeout"))
+        else:
+            self.transport.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         self._open_bytes = 0
-        if self._too_large:
+        if self._head_bytes > MAX_HEAD_BYTES:
             raise _TooLarge
 
     def _refuse(self, error: ApiError) -> None:

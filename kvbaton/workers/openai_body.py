@@ -13,6 +13,10 @@ import msgspec
 
 from kvbaton.workers.openai_errors import ApiError, bad_request
 
+BULK_BYTES = 128 * 1024  # of a body that is looked at before it is decoded
+_ABSENT = msgspec.Raw()
+_MAX_PLAIN_BYTES = 1024
+
 
 class ContentPart(msgspec.Struct):
     type: str
@@ -25,8 +29,8 @@ class Message(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
+    tool_calls: msgspec.Raw = _ABSENT
+    function_call: msgspec.Raw = _ABSENT
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -63,36 +67,51 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    # Known to OpenAI and without effect on the answer here.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prediction: Any = None
+    # Known to OpenAI and without effect on the answer here. Raw: however large, no object is made of it.
+    user: msgspec.Raw = _ABSENT
+    metadata: msgspec.Raw = _ABSENT
+    store: msgspec.Raw = _ABSENT
+    service_tier: msgspec.Raw = _ABSENT
+    safety_identifier: msgspec.Raw = _ABSENT
+    prompt_cache_key: msgspec.Raw = _ABSENT
+    prompt_cache_retention: msgspec.Raw = _ABSENT
+    prediction: msgspec.Raw = _ABSENT
     # Accepted only with the value that changes nothing.
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
+    tools: msgspec.Raw = _ABSENT
+    tool_choice: msgspec.Raw = _ABSENT
+    parallel_tool_calls: msgspec.Raw = _ABSENT
+    functions: msgspec.Raw = _ABSENT
+    function_call: msgspec.Raw = _ABSENT
+    response_format: msgspec.Raw = _ABSENT
+    modalities: msgspec.Raw = _ABSENT
+    audio: msgspec.Raw = _ABSENT
+    web_search_options: msgspec.Raw = _ABSENT
+    reasoning_effort: msgspec.Raw = _ABSENT
+    verbosity: msgspec.Raw = _ABSENT
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
-    use_beam_search: Any = None
+    use_beam_search: msgspec.Raw = _ABSENT
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    kv_transfer_params: Any = None
-    kvbaton: msgspec.Raw = msgspec.Raw()  # for routers; decoded only when the caller vouches for the sender
+    kv_transfer_params: msgspec.Raw = _ABSENT
+    kvbaton: msgspec.Raw = _ABSENT  # for routers; decoded only when the caller vouches for the sender
+
+
+def value_of(value: Any) -> Any:
+    """A raw value decoded, or its bytes, which are no value that is known, if it is a long one with parts."""
+    if not isinstance(value, msgspec.Raw):
+        return value
+    raw = bytes(value)
+    if not raw:
+        return None
+    if len(raw) > _MAX_PLAIN_BYTES and not raw.startswith(b'"'):
+        return raw
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return raw
 
 
 _DECODER = msgspec.json.Decoder(Body)
@@ -102,7 +121,48 @@ _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|"
     rb"(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a pair or of none
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
+
+
+class _Bulk(msgspec.Struct):
+    """Where a body may have a million little values. Decoding them takes seconds, in which no other thread runs."""
+
+    prompt: msgspec.Raw = _ABSENT
+
+
+_BULK_DECODER = msgspec.json.Decoder(_Bulk)
+
+
+def refuse_bulk(raw: bytes, max_prompts: int) -> None:
+    """400 for a large body whose prompts are too many or of several kinds. Whatever else is wrong, decoding tells."""
+    try:
+        prompt = bytes(_BULK_DECODER.decode(raw).prompt)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return
+    if not prompt.startswith(b"["):
+        return
+    if (first := prompt[1:1024].lstrip()[:1]) == b"[":
+        num_prompts = prompt.count(b"[") - 1  # lists of ids hold no text
+    else:
+        # Half of the quotes that are certainly not escaped.
+        num_prompts = (prompt.count(b'"') - prompt.count(b'\\"')) // 2
+        try:
+            msgspec.json.decode(prompt, type=list[str] if first == b'"' else list[int])  # ends at the first of another
+        except msgspec.ValidationError:
+            raise mixed_prompts() from None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+    if num_prompts > max_prompts:
+        raise too_many_prompts(num_prompts, max_prompts)
+
+
+def mixed_prompts() -> ApiError:
+    return bad_request("prompt must be a list of strings, or of token ids, or of lists of token ids", "prompt")
+
+
+def too_many_prompts(num_prompts: int, max_prompts: int) -> ApiError:
+    return bad_request(f"{num_prompts} prompts are too many, the limit is {max_prompts}", "prompt")
 
 
 def decode(raw: bytes) -> Body:
@@ -113,14 +173,44 @@ def decode(raw: bytes) -> Body:
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except msgspec.DecodeError as error:
-        if _LONE_SURROGATE.search(raw):  # which the decoder calls truncated
+        if _HALF.search(raw) and _LONE_SURROGATE.search(raw):  # which the decoder calls truncated
+            where = _field_with_half(raw)
             raise bad_request(
-                "the body has half of a surrogate pair (\\ud800 to \\udfff), which is no character; send both halves, "
-                "or the character as UTF-8"
+                f"{where or 'the body'} has half of a surrogate pair (\\ud800 to \\udfff), which is no character; send "
+                "both halves, or the character as UTF-8",
+                where,
             ) from None
         raise bad_request(f"the body is not valid JSON: {error}") from None
     except (RecursionError, UnicodeDecodeError):
         raise bad_request("the body is not valid JSON: nested too deep, or not UTF-8") from None
+
+
+def _field_with_half(raw: bytes) -> str | None:
+    """The path of the first string with half of a surrogate pair. None: in a name, or the rest is no JSON either."""
+    if len(raw) > BULK_BYTES:
+        return None
+    mark = next((each for each in (b"half%02d" % number for number in range(100)) if each not in raw), None)
+    if mark is None:
+        return None
+    try:
+        # The half is the match's end; what is before it are backslashes of text.
+        document = msgspec.json.decode(_LONE_SURROGATE.sub(lambda found: found.group()[:-6] + mark, raw))
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    text = mark.decode()
+    left: list[tuple[str, Any]] = [("", document)]
+    while left:  # depth first, in the order of the document
+        where, value = left.pop()
+        if isinstance(value, str) and text in value:
+            return where or None
+        if isinstance(value, dict):
+            inner = [(f"{where}.{name}" if where else name, each) for name, each in value.items() if text not in name]
+        elif isinstance(value, list):
+            inner = [(f"{where}[{number}]", each) for number, each in enumerate(value)]
+        else:
+            continue
+        left += reversed(inner)
+    return None
 
 
 def _invalid(text: str) -> ApiError:

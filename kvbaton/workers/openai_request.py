@@ -11,13 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
 
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.types import GenerateRequest, SamplingParams
-from kvbaton.workers.openai_body import Body, ContentPart, Message, decode
+from kvbaton.workers.openai_body import (
+    BULK_BYTES,
+    Body,
+    ContentPart,
+    Message,
+    decode,
+    mixed_prompts,
+    refuse_bulk,
+    too_many_prompts,
+    value_of,
+)
 from kvbaton.workers.openai_errors import ApiError, bad_request
 from kvbaton.workers.protocol import InternalRequest
 
@@ -89,6 +100,16 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),
     "add_special_tokens": (True,),
 }
+_CHECKED = tuple(_UNSUPPORTED)
+_values_of_checked = attrgetter(*_CHECKED, "kv_transfer_params")
+_NONE_OF_CHECKED = _values_of_checked(Body())
+_sampling_fields = attrgetter(
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "logprobs", "top_logprobs", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output",
+)  # fmt: skip
+_NO_SAMPLING_FIELDS = (None,) * 16
+_USUAL_SAMPLING = SamplingParams(temperature=1.0, seed=None)
 _INTERNAL_DECODER = msgspec.json.Decoder(InternalRequest)
 _MAX_TOKENS = 2**31
 
@@ -98,6 +119,8 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bo
 
     ``from_router``: the sender has the fleet's key, so its internal object is honoured; from others it is refused.
     """
+    if len(raw) > BULK_BYTES:
+        refuse_bulk(raw, limits.max_prompts)
     body = decode(raw)
     internal = _internal(body, from_router)
     _refuse(endpoint, body)
@@ -125,7 +148,7 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bo
         max_tokens_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         sampling=sampling,
         cache_salt=body.cache_salt or "",
-        user=body.user if isinstance(body.user, str) else "",
+        user=user if isinstance(user := value_of(body.user), str) else "",
         priority=int(_bounded("priority", body.priority, 0, -(2**31), 2**31 - 1)),
         internal=internal,
     )
@@ -239,11 +262,13 @@ def _refuse(endpoint: Endpoint, body: Body) -> None:
     for name in _COMPLETIONS_ONLY if endpoint == "chat" else _CHAT_ONLY:
         if getattr(body, name) is not None:
             raise bad_request(f"unrecognized field for this endpoint: {name}; leave it out", name, "unknown_parameter")
+    if _values_of_checked(body) == _NONE_OF_CHECKED:
+        return
     for name, harmless in _UNSUPPORTED.items():
-        value = getattr(body, name)
+        value = value_of(getattr(body, name))
         if value is not None and value not in harmless and not (name == "best_of" and value == body.n):
             raise bad_request(f"{name} is not supported here; leave it out", name, "unsupported_parameter")
-    if body.kv_transfer_params is not None:
+    if value_of(body.kv_transfer_params) is not None:
         raise bad_request("kv_transfer_params is not accepted from clients; leave it out", "kv_transfer_params")
 
 
@@ -260,7 +285,7 @@ def _message(i: int, message: Message) -> dict[str, str]:
     if message.role not in _ROLES:
         raise bad_request(f"unknown role {message.role[:40]!r}; use one of {', '.join(_ROLES)}", f"{where}.role")
     for name in ("tool_calls", "function_call"):
-        if getattr(message, name):
+        if value_of(getattr(message, name)):
             raise bad_request(
                 "tool calls are not supported here; leave them out", f"{where}.{name}", "unsupported_parameter"
             )
@@ -294,11 +319,11 @@ def _prompts(body: Body, limits: RequestLimits) -> tuple[Prompt, ...]:
         raise bad_request("the prompt is empty", "prompt", "empty_prompt")
     kind = type(prompt[0])
     if any(type(p) is not kind for p in prompt):
-        raise bad_request("prompt must be a list of strings, or of token ids, or of lists of token ids", "prompt")
+        raise mixed_prompts()
     if kind is int:
         return (tuple(prompt),)  # type: ignore[arg-type]
     if len(prompt) > limits.max_prompts:
-        raise bad_request(f"{len(prompt)} prompts are too many, the limit is {limits.max_prompts}", "prompt")
+        raise too_many_prompts(len(prompt), limits.max_prompts)
     return tuple(p if isinstance(p, str) else tuple(p) for p in prompt)  # type: ignore[arg-type]
 
 
@@ -330,6 +355,8 @@ def _asked_tokens(body: Body) -> int | None:
 
 
 def _sampling(endpoint: Endpoint, body: Body, limits: RequestLimits) -> SamplingParams:
+    if _sampling_fields(body) == _NO_SAMPLING_FIELDS:
+        return _USUAL_SAMPLING
     if body.top_p is not None and body.top_p <= 0:
         raise bad_request(f"top_p must be above 0, got {_plain(body.top_p)}", "top_p")
     if body.repetition_penalty is not None and body.repetition_penalty <= 0:

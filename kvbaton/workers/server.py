@@ -241,9 +241,9 @@ class WorkerServer:
         outcome = "error"
         gauge = "kvbaton_worker_inflight_requests"
         try:
-            with self.open.one():
-                self.metrics.set(gauge, self.worker.role, value=self.open.num)
-                outcome = await self._serve(exchange, endpoint)
+            self.open.enter()
+            self.metrics.set(gauge, self.worker.role, value=self.open.num)
+            outcome = await self._serve(exchange, endpoint)
         except (ClientGone, asyncio.CancelledError):
             outcome = "cancelled"
             raise
@@ -251,6 +251,7 @@ class WorkerServer:
             outcome = "client_error" if error.status < 500 else "error"
             raise
         finally:
+            self.open.leave()
             self.metrics.set(gauge, self.worker.role, value=self.open.num)
             self.metrics.add("kvbaton_worker_requests_total", self.worker.role, outcome)
 

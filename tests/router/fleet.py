@@ -108,7 +108,7 @@ async def running_fleet(tokenizer: Tokenizer, roles: dict[str, Role], **settings
         dispatcher = Dispatcher(registry, index, client, router, KEY, metrics, clock)
         gateway = Gateway(registry, dispatcher, Served("tiny", tokenizer), router, KEY, metrics, clock)
         stack.callback(gateway.close)
-        url = await stack.enter_async_context(serving(gateway))
+        url = await stack.enter_async_context(serving(gateway, half_closes=True))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         monitor = Monitor(registry, index, session, router, KEY, metrics)
         fleet = Fleet(url, gateway, dispatcher, registry, monitor, metrics, workers, servers, stops, http, urls)

@@ -105,6 +105,18 @@ class Answer:
             raise part
         return part
 
+    async def take(self) -> bytes:
+        async for part in self:
+            return part
+        return b""
+
+    def passes_to(self, sink: Any) -> None:
+        """Nothing passes by the task here: a wire has no client's socket to write to."""
+
+    def header(self, name: bytes) -> bytes | None:
+        found = self.headers.get(name.decode())
+        return found.encode() if found is not None else None
+
     async def read(self, max_bytes: int = 1 << 30) -> bytes:
         parts = [part async for part in self]
         return b"".join(parts)[:max_bytes]

@@ -7,6 +7,7 @@ the product.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,20 +97,13 @@ def error_not_told() -> list[Change]:
 def count_leaks() -> list[Change]:
     """An attempt that ends with an error stays counted on its worker."""
 
-    @contextlib.contextmanager
-    def hold(self: Any, member: Any, num_sequences: int, num_tokens: int, due_s: Any = None) -> Iterator[Hold]:
-        found = Hold(member, num_sequences, num_tokens)
-        member.own_requests += 1
-        member.own_sequences += num_sequences
-        member.own_tokens += num_tokens
-        member.holds.add(found)
-        yield found
-        member.holds.discard(found)
-        found.first_token()
-        member.own_requests -= 1
-        member.own_sequences -= num_sequences
+    release = Hold.release
 
-    return [(Registry, "hold", hold)]
+    def forget(self: Hold) -> None:
+        if sys.exception() is None:
+            release(self)
+
+    return [(Hold, "release", forget)]
 
 
 def restart_not_noticed() -> list[Change]:

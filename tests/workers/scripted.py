@@ -85,10 +85,10 @@ class ScriptedWorker:
 
 
 @asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
+async def serving(app: Any, **options: Any) -> AsyncIterator[str]:
     """The app behind a real socket on a free port."""
     listener = bind("127.0.0.1", 0)
-    server = HttpServer(app)
+    server = HttpServer(app, **options)
     task = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         while not server.started:

@@ -7,9 +7,9 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
-from workers.scripted import serving
+from workers.scripted import serving, until
 
-from kvbaton.workers.http import Exchange, Receive, Scope, Send
+from kvbaton.workers.http import ClientGone, Exchange, Receive, Scope, Send
 from kvbaton.workers.http_head import MAX_HEAD_BYTES
 
 GOOD = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nhi"
@@ -107,3 +107,128 @@ async def test_an_answer_without_a_body_is_followed_by_nothing() -> None:
             assert rest.startswith(b"HTTP/1.1 200 OK\r\n"), answer
             assert b"\r\ndate: " in head  # as of every origin server with a clock
             assert rest.endswith(b"\r\n\r\n0\r\n\r\n")
+
+
+# -- clients that take their time -------------------------------------------------------------------------------------
+
+BRISK_S = 0.05
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"), [(b"", None), (b"P", "head_timeout"), (b"POST /echo HTTP/1.1\r\nhost: x\r\n", "head_timeout")]
+)
+async def test_a_connection_that_sends_no_head_is_ended(sent: bytes, told: str | None) -> None:
+    async with serving(echo, head_timeout_s=BRISK_S) as url:
+        host, port = url.removeprefix("http://").split(":")
+        answer = await answer_to((host, int(port)), sent)
+        assert answer == b"" if told is None else refusal(answer) == (408, told)
+
+
+async def test_a_head_that_trickles_in_is_ended_too_and_a_kept_connection_is_not() -> None:
+    async with serving(echo, head_timeout_s=BRISK_S) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(20):
+            writer.write(GOOD)
+            assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200")
+            await asyncio.wait((asyncio.ensure_future(reader.read(1)),), timeout=4 * BRISK_S)
+            assert not writer.transport.is_closing() and not reader.at_eof(), "an idle connection is no slow head"
+        writer.close()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(20):
+            writer.write(GOOD)
+            await reader.readuntil(b"\r\n\r\nhi")
+            answer = asyncio.ensure_future(reader.read())
+            writer.write(b"POST /echo HTTP/1.1\r\n")
+            while not answer.done():
+                writer.write(b"x-slow: a\r\n")
+                await asyncio.wait((answer,), timeout=BRISK_S / 5)
+        assert refusal(await answer) == (408, "head_timeout")
+        writer.close()
+
+
+async def test_an_answer_that_takes_long_is_not_cut_by_the_deadline_of_heads() -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.wait((asyncio.ensure_future(asyncio.Event().wait()),), timeout=4 * BRISK_S)
+        await echo(scope, receive, send)
+
+    async with serving(slow, head_timeout_s=BRISK_S) as url:
+        host, port = url.removeprefix("http://").split(":")
+        request = GOOD.replace(b"host: x", b"host: x\r\nconnection: close")
+        assert (await answer_to((host, int(port)), request)).endswith(b"\r\n\r\nhi")
+
+
+class Waiting:
+    """Answers when it may, and knows whether the client left before."""
+
+    def __init__(self, begin_first: bool) -> None:
+        self.begin_first = begin_first
+        self.may_answer, self.num_open, self.num_gone = asyncio.Event(), 0, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.read_body(100, 30.0)
+        self.num_open += 1
+        if self.begin_first:
+            await exchange.start(200, [(b"content-type", b"text/event-stream")])
+            await exchange.write(b"data: 1\n\n")
+        try:
+            await exchange.until_disconnect(self.may_answer.wait())
+        except ClientGone:
+            self.num_gone += 1
+            return
+        if self.begin_first:
+            await exchange.end(b"data: 2\n\n")
+        else:
+            await exchange.answer(200, b"late")
+
+
+@pytest.mark.parametrize("begin_first", [False, True])
+async def test_a_client_that_only_stopped_sending_gets_its_answer(begin_first: bool) -> None:
+    app = Waiting(begin_first)
+    async with serving(app, half_closes=True) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(20):
+            writer.write(GOOD)
+            writer.write_eof()
+            # What it is asked whether it is there, and may ignore by the standards of HTTP and of event streams.
+            await reader.readuntil(b":\n\n\r\n" if begin_first else b"HTTP/1.1 100 Continue\r\n\r\n")
+            await until(lambda: app.num_open == 1)
+            app.may_answer.set()
+            answer = await reader.read()
+        writer.close()
+        assert app.num_gone == 0
+        assert answer.endswith(b"data: 2\n\n\r\n0\r\n\r\n" if begin_first else b"\r\n\r\nlate")
+
+
+@pytest.mark.parametrize("begin_first", [False, True])
+@pytest.mark.parametrize("half_first", [False, True])
+async def test_a_client_that_left_is_noticed(begin_first: bool, half_first: bool) -> None:
+    app = Waiting(begin_first)
+    async with serving(app, half_closes=True) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(20):
+            writer.write(GOOD)
+            if begin_first:
+                await reader.readuntil(b"data: 1\n\n\r\n")
+            await until(lambda: app.num_open == 1)
+            if half_first:
+                writer.write_eof()
+            writer.close()
+            await until(lambda: app.num_gone == 1)
+
+
+async def test_a_worker_takes_the_end_of_sending_for_the_end() -> None:
+    app = Waiting(begin_first=False)
+    async with serving(app) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(20):
+            writer.write(GOOD)
+            await until(lambda: app.num_open == 1)
+            writer.write_eof()
+            assert await reader.read() == b""
+            await until(lambda: app.num_gone == 1)
+        writer.close()

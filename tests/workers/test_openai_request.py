@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.workers.openai_body import BULK_BYTES
 from kvbaton.workers.openai_errors import ApiError
 from kvbaton.workers.openai_request import ApiRequest, Endpoint, RequestLimits, parse, resolve, tokenize
 
@@ -205,6 +206,69 @@ def test_a_number_beyond_all_bounds_is_refused_by_name(name: str, digits: int, s
 def test_half_a_character_is_called_that(name: str, text: str) -> None:
     body = {"prompt": "x", name: "?"}
     assert "surrogate" in refusal("completions", json.dumps(body).replace("?", text).encode()).message
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "raw", "where"),
+    [
+        ("completions", rb'{"cache_salt":"\ud83d\ude00","prompt":["a","b\udc00 \\"]}', "prompt[1]"),
+        ("completions", rb'{"prompt":"\\\\\ud800","user":"\ud800"}', "prompt"),
+        ("chat", rb'{"messages":[{"role":"user","content":[{"type":"text","text":"\uD812x"}]}]}',
+         "messages[0].content[0].text"),
+        ("chat", rb'{"stop":["a"],"messages":[{"role":"user","content":"a"},{"role":"user","content":"\ud800"}]}',
+         "messages[1].content"),
+        ("completions", rb'{"prompt":"x","\ud800":1}', None),
+    ],
+)  # fmt: skip
+def test_the_field_with_half_a_character_is_named(endpoint: Any, raw: bytes, where: str | None) -> None:
+    error = refusal(endpoint, raw)
+    assert error.param == where and error.message.startswith(where or "the body")
+
+
+LITTLE = 50_000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (b"[" + b"[1]," * LITTLE + b"[1]]", "too many"),
+        (b"[" + b'"a",' * LITTLE + b'"a"]', "too many"),
+        (b'[ "a",' + b"[1]," * LITTLE + b"[1]]", "must be a list of strings"),
+        (b"[1," + b"[1]," * LITTLE + b"[1]]", "must be a list of strings"),
+    ],
+    ids=["lists", "strings", "string-and-lists", "id-and-lists"],
+)
+def test_a_million_little_prompts_are_refused_before_they_are_decoded(
+    prompt: bytes, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbaton.workers.openai_request.decode", lambda raw: pytest.fail("it was decoded"))
+    error = refusal("completions", b'{"max_tokens":1,"prompt":' + prompt + b"}")
+    assert error.param == "prompt" and told in error.message
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        'a [1],[2] text with "quotes" ' * 8000,
+        ['some "words"\\' * 4000] * 3,
+        list(range(40_000)),
+        [[1, 2, 3] * 9000] * 4,
+    ],
+    ids=["text", "texts", "ids", "lists"],
+)
+def test_a_large_prompt_of_any_kind_is_read(prompt: Any) -> None:
+    raw = json.dumps({"prompt": prompt}).encode()
+    assert len(raw) > BULK_BYTES
+    found = parse("completions", raw, LIMITS).prompts
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    assert [list(p) if isinstance(p, tuple) else p for p in found] == (prompt if several else [prompt])
+
+
+def test_what_no_model_reads_may_be_of_any_size_and_shape() -> None:
+    raw = b'{"prompt":"x","metadata":[' + b"[]," * LITTLE + b'{}],"user":["u"]}'
+    request = parse("completions", raw, LIMITS)
+    assert (request.prompts, request.user) == (("x",), "")
+    assert refusal("completions", b'{"prompt":"x","tools":[' + b"{}," * LITTLE + b"{}]}").param == "tools"
 
 
 def test_whole_pairs_and_text_that_looks_like_one_are_fine() -> None:
