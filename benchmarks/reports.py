@@ -78,17 +78,17 @@ def compare(name: str, small: bool, profile: Path) -> int:
     return int(decision != wanted["expected"])
 
 
-def start_fleet(flags: list[str]) -> tuple[subprocess.Popen[bytes], str]:
-    """A fleet of our own and its URL."""
+def start_fleet(flags: list[str]) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+    """A fleet of our own and what it says of itself."""
     fleet = subprocess.Popen(
-        [*KVBATON, "up", "--json", "--threads", "1", "--port", "0", *flags],
-        stdout=subprocess.PIPE, start_new_session=True,
+        [*KVBATON, "up", "--json", "--tied", "--threads", "1", "--port", "0", *flags],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert fleet.stdout is not None
     line = fleet.stdout.readline()
     if not line:
         raise SystemExit(2)
-    return fleet, json.loads(line)["url"]
+    return fleet, json.loads(line)
 
 
 def stop_fleet(fleet: subprocess.Popen[bytes]) -> None:
@@ -101,13 +101,15 @@ def stop_fleet(fleet: subprocess.Popen[bytes]) -> None:
 
 
 def profile_worker(path: Path) -> int:
-    """One worker on one core, as each of those compared is."""
-    fleet, url = start_fleet(["--colocated", "1"])
+    """One worker on one core beside another on the other, as those compared are, and what they cost each other."""
+    fleet, ready = start_fleet(["--colocated", "2"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [*KVBATON, "profile", url, "--with-link", "--out", str(path)]
-        command += ["--prefill-tokens", "32,64,128,256,512,1024", "--cached-tokens", "0,256", "--contexts", "64,384"]
-        return subprocess.run([*command, "--batches", "1,2,4,8,16,32", "--max-repeats", "6"], check=False).returncode
+        worker = next(each["url"] for each in ready["processes"] if each["role"] == "both")
+        command = [*KVBATON, "profile", worker, "--fleet", ready["url"], "--workers", "2", "--realtime", "--with-link"]
+        command += ["--prefill-tokens", "16,32,64,128,256,512", "--cached-tokens", "0,256", "--contexts", "64,384"]
+        command += ["--batches", "1,2,4,8,16,32", "--max-repeats", "6", "--budget", "60", "--out", str(path)]
+        return subprocess.run(command, check=False).returncode
     finally:
         stop_fleet(fleet)
 
@@ -116,9 +118,9 @@ def search_goodput(directory: Path) -> int:
     """Two workers in either arrangement, each searched apart."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, flags in (("colocated", ["--colocated", "2"]), ("split", ["--prefill", "1", "--decode", "1"])):
-        fleet, url = start_fleet([*flags, "--threshold-tokens", "64"])
+        fleet, ready = start_fleet([*flags, "--threshold-tokens", "64"])
         try:
-            command = [*KVBATON, "bench", url, "--goodput", *GOODPUT, "--json", "--quiet"]
+            command = [*KVBATON, "bench", ready["url"], "--goodput", *GOODPUT, "--json", "--quiet"]
             done = subprocess.run(command, check=False, stdout=subprocess.PIPE)
         finally:
             stop_fleet(fleet)
