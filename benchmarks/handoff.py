@@ -1,9 +1,9 @@
 """What a hand-off costs a user alone on the machine: exposed transfer time by transport, with and without streaming.
 
-    python -m benchmarks.handoff [--rounds 5] [--tokens 512,2048,8000] [--json FILE]
+    python -m benchmarks.handoff [--rounds 5] [--tokens 512,2048,8000] [--transports shm,tcp,nixl] [--json FILE]
 
 One prefill worker in a process of its own on one core; decode workers on the other. Every round measures, with fresh
-prompts, shm and tcp, each streaming layer by layer or not, in an order that turns with the rounds; before the first
+prompts, each transport, each streaming layer by layer or not, in an order that turns with the rounds; before the first
 arm and after each one the same length is prefilled on the spot (the rival). Two figures, since the first token is sent
 by the prefill side and may be out before its KV has arrived:
 
@@ -36,7 +36,6 @@ from kvbaton.types import GenerateRequest, SamplingParams, TokenOutput
 from kvbaton.workers.native import NativeWorker, WorkerOptions
 from kvbaton.workers.protocol import Finished, PeerAddress
 
-ARMS = (("shm", True), ("shm", False), ("tcp", True), ("tcp", False))
 NUM_OUTPUT_TOKENS = 4
 READY_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 300.0
@@ -68,7 +67,8 @@ def prefill_process(pipe: Connection, args: argparse.Namespace) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
     async def serve() -> None:
-        worker = make_worker("both", "auto", True, args)
+        # Asked for NIXL it registers its pool as well, and lends by every way.
+        worker = make_worker("both", "nixl" if "nixl" in args.transports else "auto", True, args)
         await worker.start()
         pipe.send(worker.kv_port)
         with contextlib.suppress(EOFError):
@@ -108,7 +108,8 @@ async def measure(worker: NativeWorker, prompt: tuple[int, ...], name: str, peer
 
 
 async def run(args: argparse.Namespace, kv_port: int, pipe: Connection) -> list[dict]:
-    workers = {arm: make_worker("decode", *arm, args) for arm in ARMS}
+    arms = [(transport, streaming) for transport in args.transports for streaming in (True, False)]
+    workers = {arm: make_worker("decode", *arm, args) for arm in arms}
     for worker in workers.values():
         await worker.start()
     peer = PeerAddress("127.0.0.1", kv_port)
@@ -118,9 +119,9 @@ async def run(args: argparse.Namespace, kv_port: int, pipe: Connection) -> list[
         num_rounds = args.rounds * max(1, round(max(args.tokens) / num_tokens / 2))
         samples: dict[str, list[Paired]] = {}
         for index in range(-1, num_rounds):  # the first round warms up and is not counted
-            turn = index % len(ARMS)
+            turn = index % len(arms)
             before = await measure_local(pipe, draw(rng, num_tokens), f"local-{num_tokens}-{index}")
-            for arm in ARMS[turn:] + ARMS[:turn]:
+            for arm in arms[turn:] + arms[:turn]:
                 name = f"{arm[0]}{'' if arm[1] else ', not streaming'}"
                 request_id = f"{name}-{num_tokens}-{index}"
                 sample = await measure(workers[arm], draw(rng, num_tokens), request_id, peer)
@@ -182,6 +183,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[512, 2048, 8000]
     )
+    parser.add_argument("--transports", type=lambda text: text.split(","), default=["shm", "tcp"], help="and nixl")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)

@@ -105,8 +105,8 @@ def profile_worker(path: Path) -> int:
     fleet, ready = start_fleet(["--colocated", "2"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        worker = next(each["url"] for each in ready["processes"] if each["role"] == "both")
-        command = [*KVBATON, "profile", worker, "--fleet", ready["url"], "--workers", "2", "--realtime", "--with-link"]
+        worker, other = (each["url"] for each in ready["processes"] if each["role"] == "both")
+        command = [*KVBATON, "profile", worker, "--fleet", ready["url"], "--beside", other, "--realtime", "--with-link"]
         command += ["--prefill-tokens", "16,32,64,128,256,512", "--cached-tokens", "0,256", "--contexts", "64,384"]
         command += ["--batches", "1,2,4,8,16,32", "--max-repeats", "6", "--budget", "60", "--out", str(path)]
         return subprocess.run(command, check=False).returncode

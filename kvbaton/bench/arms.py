@@ -90,11 +90,12 @@ async def running(arm: Arm, log_path: Path) -> AsyncIterator[Running]:
             "kvbaton.cli.main",
             "up",
             "--json",
+            "--tied",  # a comparison that is killed takes its fleet along
             *arm.up,
             *(() if "--port" in arm.up else ("--port", "0")),  # any free one: two arms may stand side by side
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             start_new_session=True,  # its workers are stopped with it, as one group
         )
         try:

@@ -64,7 +64,7 @@ def run(work: Callable[[asyncio.Event], Coroutine[Any, Any, bool]], tied: bool, 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
         if tied:
-            _tie_to_parent(loop, stop)
+            tie_to_parent(loop, lambda: _end_orphaned(stop))
         return await work(stop)
 
     if uvloop:
@@ -83,15 +83,19 @@ def end_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _tie_to_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+def tie_to_parent(loop: asyncio.AbstractEventLoop, on_gone: Callable[[], None]) -> None:
+    """The parent holds our standard input and never writes: readable means that it is gone, however it went."""
+
+    def on_stdin() -> None:
+        loop.remove_reader(sys.stdin.fileno())
+        on_gone()
+
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    loop.add_reader(sys.stdin.fileno(), _on_stdin, loop, stop)
+    loop.add_reader(sys.stdin.fileno(), on_stdin)
 
 
-def _on_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """The parent never writes: readable means it is gone."""
-    loop.remove_reader(sys.stdin.fileno())
+def _end_orphaned(stop: asyncio.Event) -> None:
     stop.set()
     timer = threading.Timer(ORPHAN_GRACE_S, end_at_once, (1,))
     timer.daemon = True

@@ -32,7 +32,13 @@ MODEL_FLAGS: tuple[_Flag, ...] = (
     (("--device",), "model", "device", str, "auto, cpu, cuda, cuda:1, ...  [default: auto]"),
 )
 ENGINE_FLAGS: tuple[_Flag, ...] = (
-    (("--transport",), "worker", "transport", click.Choice(["auto", "shm", "tcp", "nixl"]), "How KV moves.  [default: auto]"),
+    (
+        ("--transport",),
+        "worker",
+        "transport",
+        click.Choice(["auto", "shm", "tcp", "nixl"]),
+        "How KV moves.  [default: auto]",
+    ),
     (
         ("--chunk-tokens", "--max-batch-tokens"),
         "worker",

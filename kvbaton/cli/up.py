@@ -19,6 +19,7 @@ import click
 
 from kvbaton.cli import autoscale_options, options, preflight
 from kvbaton.cli.autoscale_options import AutoscaleOptions
+from kvbaton.cli.child import tie_to_parent
 from kvbaton.cli.fleet_control import FleetControl
 from kvbaton.cli.placement import LEAST_KV_MIB, assign_cores, emptiest_cores, fit_kv_memory_mib
 from kvbaton.cli.supervisor import ChildSpec, Supervisor, Tell
@@ -46,6 +47,7 @@ START_S = {"embedded": 180.0, "vllm": 900.0}  # a vLLM server compiles before it
 @click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the processes' logs go.")
 @click.option("--ready-timeout-s", type=float, help="How long the start may take.  [default: 180, vllm 900]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when ready, instead of text.")
+@click.option("--tied", is_flag=True, hidden=True, help="End when the parent ends.")
 def up_command(
     settings: dict[str, dict[str, Any]], prefill: int | None, decode: int | None, colocated: int | None, **given: Any
 ) -> int:
@@ -101,6 +103,8 @@ def up_command(
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        if given["tied"]:
+            tie_to_parent(asyncio.get_running_loop(), on_signal)
         async with control.listening(), scaling(scale, supervisor, control, progress.tell, (ready, stop)):
             await supervisor.run(given["ready_timeout_s"] or START_S[fleet.worker.engine], on_ready, stop)
 

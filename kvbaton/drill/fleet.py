@@ -148,11 +148,22 @@ async def started(flags: Sequence[str], log_dir: Path) -> AsyncIterator[Target]:
     errors = log_dir / "up.log"
     with errors.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvbaton.cli.main", "up", "--json", "--port", "0", "--log-dir", str(log_dir)),
+            *(
+                sys.executable,
+                "-m",
+                "kvbaton.cli.main",
+                "up",
+                "--json",
+                "--tied",
+                "--port",
+                "0",
+                "--log-dir",
+                str(log_dir),
+            ),
             *flags,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
     try:

@@ -154,3 +154,30 @@ async def test_a_start_can_be_broken_off(tmp_path: Path, tiny_model_dir: Path) -
     assert process.returncode == 0
     await gone(pids)
     assert segments_of(pids) == []
+
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+async def test_a_tied_fleet_ends_with_the_program_that_started_it(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """However that one ends: a comparison that is killed leaves no workers to disturb the next."""
+    command = [sys.executable, "-m", "kvbaton.cli.main", "up", "--tied", "--json", "--port", "0"]
+    flags = ["--model", str(tiny_model_dir), "--colocated", "1", "--kv-blocks", "64", "--log-dir", str(tmp_path)]
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PARENT, *command, *flags), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    async with asyncio.timeout(60):
+        fleet = psutil.Process(int(await parent.stdout.readline()))
+        assert b'"url"' in await parent.stdout.readline()  # it inherits the pipe
+    pids = {fleet.pid, *(child.pid for child in fleet.children(recursive=True))}
+    assert len(pids) == 3
+    parent.kill()
+    await parent.wait()
+    await gone(pids)
+    assert not segments_of(pids)
