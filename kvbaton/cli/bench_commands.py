@@ -364,7 +364,7 @@ def _default_model() -> Path:
 @click.option("--max-running", type=click.IntRange(1), default=64, show_default=True, help="Its largest batch.")
 @click.option("--with-link", is_flag=True, help="Also measure the link on this machine, as `kvbaton link` does.")
 @click.option("--fleet", help="Router of a fleet on this machine, one worker a core, of which URL is one.")
-@click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Workers behind --fleet.")
+@click.option("--beside", multiple=True, help="URL of another worker behind --fleet; give all of them.")
 @realtime_option
 @click.option("--prefill-tokens", default="64,128,256,512,1024", show_default=True, help="Prompt lengths to time.")
 @click.option("--cached-tokens", default="0,512", show_default=True, help="Cached contexts before them.")
@@ -462,5 +462,5 @@ def _write_profile(found: ProfileResult, spec: ProfileSpec, given: dict[str, Any
     beside = None
     if given["fleet"]:
         tell = lambda line: click.echo(line, err=True)  # noqa: E731
-        beside = run_loop(measure_beside(spec, given["fleet"], given["workers"], found, tell))
+        beside = run_loop(measure_beside(spec, given["fleet"], given["beside"], found, tell))
     write_profile(profile_export.to_profile_file(found, limits, origin, measured, beside=beside), given["out"])

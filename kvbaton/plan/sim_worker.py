@@ -141,7 +141,8 @@ class SimWorker:
         else:
             step_s = self._mixed_s(plan, count, context)
         if self._machine is not None:
-            step_s = self._machine.step_s(self.name, step_s, sum(item.samples for item in items))
+            outputs = sum(item.samples for item in items)
+            step_s = self._machine.step_s(self.name, step_s, outputs, prefill=len(items) > count)
         self.end_s = now_s + step_s
         return True
 

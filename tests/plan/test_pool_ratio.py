@@ -81,7 +81,7 @@ def test_what_one_node_computed_another_loads_from_the_pool() -> None:
 
 @pytest.mark.slow
 def test_mooncake_synthetic_is_near_one_to_one_as_its_engine_decodes(shared: Shared) -> None:
-    """Two constants from three of the printed TBT means; the shares of requests within the limits are foretold."""
+    """Two constants from two of the printed TBT means; the shares of requests within the limits are foretold."""
     trace = read_trace(shared("mooncake-fast25") / "synthetic_trace.jsonl")
     fleet = plan_ratio.nodes()
     step = plan_ratio.fit(fleet, trace)
@@ -90,7 +90,7 @@ def test_mooncake_synthetic_is_near_one_to_one_as_its_engine_decodes(shared: Sha
     by_count = {each.prefill: each for each in found}
     best = max(found, key=lambda each: each.effective)
     assert abs(best.prefill - best.decode) <= 2  # 7:9, 8:8 or 9:7
-    assert abs(prefill_share(found) - 0.5) <= 1 / plan_ratio.NODES
+    assert abs(prefill_share(found) - 0.5) <= 1.5 / plan_ratio.NODES
     for count in (5, 11):  # both ends lose requests, as printed, and for the reason printed
         assert by_count[count].effective < best.effective - 0.03
     assert by_count[5].mean_ttft_s > 4 * by_count[8].mean_ttft_s
@@ -99,8 +99,10 @@ def test_mooncake_synthetic_is_near_one_to_one_as_its_engine_decodes(shared: Sha
         if 7 <= row.prefill <= 10:  # not fitted to any TTFT, nor to any share
             assert by_count[row.prefill].effective == pytest.approx(row.effective, abs=0.05)
             assert by_count[row.prefill].mean_ttft_s == pytest.approx(row.mean_ttft_s, rel=0.2)
-    # It reads a cached token many times slower than the round constants say, and that is what makes it 1:1.
-    assert step.per_context_s > 5 * fleet.pools[0].worker.step.per_context_s
+        if row.prefill >= 6:  # fitted at 8 and 11
+            assert by_count[row.prefill].mean_tbt_s == pytest.approx(row.mean_tbt_s, rel=0.05)
+    # Milliseconds for each decoding sequence, where the round constants have microseconds: that is what makes it 1:1.
+    assert step.per_sequence_s > 100 * fleet.pools[0].worker.step.per_sequence_s
     plain = plan_ratio.sweep(fleet, trace, [8, 10])
     assert plain[1].mean_tbt_s < 0.03
     assert plain[1].effective >= plain[0].effective - 0.01

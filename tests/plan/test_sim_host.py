@@ -37,6 +37,15 @@ def test_a_step_beside_others_is_what_the_rows_say() -> None:
     assert machine.step_s("b", 0.020, 4) == 0.020
 
 
+def test_beside_a_worker_that_computes_prompts_a_step_takes_longer_still() -> None:
+    machine = SharedMachine(SharedCores(num_cores=2, slowdown=0.1, prefill_slowdown=0.5))
+    machine.step_s("a", 0.100, 0, prefill=True)
+    assert machine.step_s("b", 0.020, 0) == pytest.approx(0.030)
+    assert machine.step_s("a", 0.100, 0, prefill=True) == pytest.approx(0.110)  # b decodes
+    machine.step_s("a", 0.100, 0)
+    assert machine.step_s("b", 0.020, 0) == pytest.approx(0.022)
+
+
 def test_one_stream_alone_is_not_slowed_and_two_are() -> None:
     alone = simulate(pair(None), at(0.0))
     assert simulate(pair(CORES), at(0.0)).tpot_s == pytest.approx(alone.tpot_s)
@@ -67,14 +76,18 @@ def test_the_constants_are_the_same_for_a_split() -> None:
     """A prefill worker that is busy slows the decode worker as a second colocated one would; an idle one does not."""
     handoff = HandoffSpec(LinkModel(1e-4, 1e10), 20_000, 30)
     pools = (PoolSpec("prefill", 1, WORKER), PoolSpec("decode", 1, WORKER))
+    cores = SharedCores(num_cores=2, slowdown=0.1, prefill_slowdown=0.5, token_s=1e-3)
     shared, apart = (
-        FleetSpec(pools, handoff, PolicyConfig(threshold_tokens=0), shared_cores=cores) for cores in (CORES, None)
+        FleetSpec(pools, handoff, PolicyConfig(threshold_tokens=0), shared_cores=each) for each in (cores, None)
     )
     one = at(0.0)
     assert simulate(shared, one).tpot_s == pytest.approx(simulate(apart, one).tpot_s)
     steady = Trace("prompts", (TraceRequest(0.0, 20, 100), *(TraceRequest(0.02 * n, 1500, 1) for n in range(1, 80))))
     slowed, free = simulate(shared, steady).tpot_s[0], simulate(apart, steady).tpot_s[0]
-    assert free * 1.1 < slowed < free * 1.1 + 1e-3  # its one token a step is shared between two busy cores
+    # Some of its steps are beside a prompt, and its one token a step is shared between two busy cores.
+    prefill_share = simulate(apart, steady).pools[0].prefill_share
+    assert free * 1.01 < slowed < free * 1.5 + 1e-3
+    assert prefill_share > 0.5
 
 
 def test_a_decode_worker_that_reserves_between_steps_delays_the_prompt_by_the_rest_of_its_step() -> None:
