@@ -95,13 +95,12 @@ class Recorder:
         self._share = sampled_share(environ)
         if not wants_export(environ):
             return
-        from kvbaton.observe import otlp
-
         try:
-            self._sink, self._close = otlp.open_exporter(service)
+            from kvbaton.observe import otlp
         except ImportError:
             log.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set, but opentelemetry is missing: pip install 'kvbaton[otel]'")
             return
+        self._sink, self._close = otlp.open_exporter(service)
         self.on = True
 
     def close(self) -> None:

@@ -1,12 +1,12 @@
 """How many workers the work of one pool asks for, as a number that need not be whole.
 
-    prefill  r = uncached tokens that arrive a second / tokens a second of one worker;   r + spare x sqrt(r) + backlog
+    prefill  r = uncached tokens that arrive a second / tokens a second of one worker;   r + spare_workers + backlog
     decode   sequences running and waiting / sequences of one worker;  blocks in use / blocks that may be in use
     both     the sum of r and the decode part: one pool does both
 
 All of it is work that came or stands, never the share of time a worker was busy: a full worker looks the same whether
-one prompt waits behind it or a hundred. The square root is what chance asks for: arrivals scatter by it, so two small
-pools need more room for their size than one large pool.
+one prompt waits behind it or a hundred. What is spare grows with the square root of r, as chance does: two small pools
+need more room for their size than one large pool. Prompts that may wait long need less of it.
 
 Invariant: more arrivals, waiting tokens, delay, sequences or used blocks never ask for fewer workers. Knows nothing
 about bounds, other pools, or what was decided before.
@@ -28,6 +28,7 @@ class PoolPolicy(msgspec.Struct, frozen=True):
     maximum: int = 64
     max_queue_delay_s: float = 0.5  # prefill: a prompt may wait so long for its first step
     spare: float = 1.0  # prefill: workers beyond the mean load, times its square root
+    least_spare: float = 0.25  # prefill: workers beyond the mean load at least, however much may wait
     catch_up_s: float = 30.0  # prefill: a queue that stands too long is to be worked off within this time
     sequences_per_worker: int = 64  # decode: as many as keep the gap between tokens within its limit
     min_free_share: float = 0.1  # decode: of the blocks
@@ -39,7 +40,7 @@ class PoolPolicy(msgspec.Struct, frozen=True):
         for name in ("max_queue_delay_s", "catch_up_s", "sequences_per_worker"):
             if not getattr(self, name) > 0:
                 raise LocalError(f"{name} must be positive", field=f"scaling.{name}")
-        if self.spare < 0 or not 0 <= self.min_free_share < 1:
+        if self.spare < 0 or self.least_spare < 0 or not 0 <= self.min_free_share < 1:
             raise LocalError("spare is 0 or more, min_free_share in [0, 1)", field="scaling.spare")
 
 
@@ -92,15 +93,21 @@ def load(role: Role, seen: PoolSeen) -> float:
     return seen.arrived_tokens_per_s or 0.0
 
 
-def prefill_workers(policy: PoolPolicy, seen: PoolSeen, tokens_per_s: float) -> float:
-    """``tokens_per_s``: arrivals to be ready for."""
+def spare_workers(policy: PoolPolicy, mean: float, lead_s: float) -> float:
+    """Beyond ``mean``: what may come until a worker ordered now serves, less what may wait so long and be in time."""
+    may_wait = mean * min(1.0, policy.max_queue_delay_s / lead_s) if lead_s else mean
+    return max(policy.least_spare, policy.spare * sqrt(mean) - may_wait) if mean else 0.0
+
+
+def prefill_workers(policy: PoolPolicy, seen: PoolSeen, tokens_per_s: float, lead_s: float) -> float:
+    """``tokens_per_s``: arrivals to be ready for; ``lead_s``: how long a start takes."""
     late = queue_delay_s(seen) > policy.max_queue_delay_s
     if seen.tokens_per_s is None or not known(seen.tokens_per_s) or not seen.tokens_per_s:
         # Nobody has prefilled yet, so nobody knows how fast it goes: one more if they are late, none fewer if not idle.
         idle = not tokens_per_s and not seen.waiting_prompt_tokens
         return float(seen.serving + 1) if late else 0.0 if idle else float(seen.serving)
     mean = tokens_per_s / seen.tokens_per_s
-    wanted = mean + policy.spare * sqrt(mean)
+    wanted = mean + spare_workers(policy, mean, lead_s)
     if late:
         assert seen.waiting_prompt_tokens is not None
         backlog = seen.waiting_prompt_tokens / (seen.tokens_per_s * policy.catch_up_s)

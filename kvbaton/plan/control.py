@@ -7,8 +7,8 @@ blocks (``autoscale_demand``). Utilisation is not an input. What the function do
    wait with them; while prompts wait for prefill, the blocks they hold on the decode side are prefill's shortage;
 2. growth is at once, by at most as many as there are; those that start count, and load that grows is met as it will be
    when a worker ordered now serves;
-3. shrinking needs a whole window whose most would have been served by fewer, with the dead band on top; then one worker
-   drains at a time;
+3. shrinking needs a whole window whose most would have been served by fewer; growing back needs the dead band on top of
+   that. Then half of what is too much drains, and after a pause half of the rest;
 4. the ratio of the pools stays in its band to within one worker, by growing the other pool or by not shrinking this.
 
 Invariants: targets stay within bounds; a pool of which something is not known keeps its workers and is said so; no
@@ -63,7 +63,7 @@ class ScalingPolicy(msgspec.Struct, frozen=True):
 class PoolDecision(msgspec.Struct, frozen=True):
     target: int  # where the pool is heading
     add: int  # workers to start now
-    drain: int  # to send away now: 0 or 1
+    drain: int  # to send away now
     reason: str
     known: bool = True  # False: held because something is missing; the caller should warn
 
@@ -108,7 +108,7 @@ def decide(
         decisions[role] = _step(policy, role, seen, (targets[role], in_band[role]), want, memories[role], now_s)
         if decisions[role].drain:
             memories[role] = msgspec.structs.replace(memories[role], drained_s=now_s)
-    return ScalingDecision(_one_drain_within_band(policy, seen, decisions), bottleneck, ScalingState(memories))
+    return ScalingDecision(_drains_within_band(policy, seen, decisions), bottleneck, ScalingState(memories))
 
 
 # -- whose shortage it is ------------------------------------------------------------------------------------------
@@ -149,9 +149,13 @@ def _want(policy: ScalingPolicy, pool: PoolPolicy, role: Role, seen: PoolSeen, m
     if not complete(role, seen):
         return memory.gap(now_s, policy.shrink_after_s / 2), _Want(0, None, "figures are missing", known=False)
     memory = memory.saw(now_s, load(role, seen))
-    demand, held = _demand(policy, pool, role, seen, memory, bottleneck)
+    ahead = memory.ahead(policy.start_s, policy.trust_in_trend)
+    demand, held = _demand(policy, pool, role, seen, memory, bottleneck, ahead)
+    lasting = demand * (1.0 + policy.dead_band)
+    if role == "prefill":  # arrivals scatter, and what is spare is there for that; sequences are what stands there
+        lasting, _ = _demand(policy, pool, role, seen, memory, bottleneck, memory.slow)
     grow = ceil(demand / (1.0 + policy.dead_band) - _ROUNDING)
-    keep = ceil(demand * (1.0 + policy.dead_band) - _ROUNDING)
+    keep = ceil(lasting - _ROUNDING)
     if bottleneck == role or (
         role == "both" and (_queue_stands(pool, seen) or queue_delay_s(seen) > pool.max_queue_delay_s)
     ):
@@ -167,17 +171,17 @@ def _want(policy: ScalingPolicy, pool: PoolPolicy, role: Role, seen: PoolSeen, m
 
 
 def _demand(policy: ScalingPolicy, pool: PoolPolicy, role: Role, seen: PoolSeen, memory: PoolMemory,
-            bottleneck: Bottleneck) -> tuple[float, bool]:  # fmt: skip
+            bottleneck: Bottleneck, ahead: float) -> tuple[float, bool]:  # fmt: skip
     """(workers, whether growing would be for nothing)."""
-    ahead = memory.ahead(policy.start_s, policy.trust_in_trend)
     if role == "prefill":
-        return prefill_workers(pool, seen, ahead), bottleneck == "decode"
+        return prefill_workers(pool, seen, ahead, policy.start_s), bottleneck == "decode"
     if role == "decode":
         if bottleneck == "prefill":  # it may still follow the sequences that are really there
             return decode_workers(pool, seen, memory.fast, _own_blocks(seen, True)), False
         return decode_workers(pool, seen, ahead), False
     sequences = (seen.running or 0.0) + (seen.waiting or 0.0)
-    return prefill_workers(pool, seen, ahead) + decode_workers(pool, seen, sequences), False
+    prompts = prefill_workers(pool, seen, ahead, policy.start_s)
+    return prompts + decode_workers(pool, seen, sequences), False
 
 
 def _target(pool: PoolPolicy, seen: PoolSeen, want: _Want) -> int:
@@ -230,24 +234,31 @@ def _step(policy: ScalingPolicy, role: Role, seen: Mapping[Role, PoolSeen], targ
         reason = "enough" if want.known and want.grow <= have and want.most is not None else want.reason
         return PoolDecision(wanted, 0, 0, reason, want.known)
     paused = memory.drained_s is not None and now_s - memory.drained_s < policy.drain_pause_s
-    if seen[role].draining or seen[role].starting or paused:
+    if seen[role].starting or paused:
         return PoolDecision(wanted, 0, 0, "one change at a time", want.known)
-    return PoolDecision(wanted, 0, 1, f"{wanted} have been enough for {policy.shrink_after_s:g} s")
+    # Those that drain are still there for the streams they have, and not counted among those that were enough.
+    return PoolDecision(
+        wanted, 0, max(1, (have - wanted) // 2), f"{wanted} have been enough for {policy.shrink_after_s:g} s"
+    )
 
 
-def _one_drain_within_band(
+def _drains_within_band(
     policy: ScalingPolicy, seen: Mapping[Role, PoolSeen], decisions: dict[Role, PoolDecision]
 ) -> dict[Role, PoolDecision]:
-    """A drain is one worker, so it may leave a band that the target keeps: then the other pool goes first."""
+    """Drains come in steps, so one may leave a band that the target keeps: then the other pool goes first."""
     if policy.ratio_band is None or not {"prefill", "decode"} <= decisions.keys():
         return decisions
     have = {role: seen[role].have + decisions[role].add for role in decisions}
     for role, decision in list(decisions.items()):
-        if decision.drain:
-            after = {**have, role: have[role] - 1}
-            if fits_band(policy.ratio_band, after["prefill"], after["decode"]):
-                have = after
-            else:
-                held = msgspec.structs.replace(decision, drain=0, reason="the band of the ratio")
-                decisions = {**decisions, role: held}
+        drain = decision.drain
+        while drain and not _fits(policy, {**have, role: have[role] - drain}):
+            drain -= 1
+        if drain < decision.drain:
+            reason = decision.reason if drain else "the band of the ratio"
+            decisions = {**decisions, role: msgspec.structs.replace(decision, drain=drain, reason=reason)}
+        have[role] -= drain
     return decisions
+
+
+def _fits(policy: ScalingPolicy, have: Mapping[Role, int]) -> bool:
+    return fits_band(policy.ratio_band, have["prefill"], have["decode"])

@@ -41,7 +41,8 @@ class RouterTrace:
         span("admit", "internal", (new_span_id(), own), (self._received_s, sent_s),
              **{"kvbaton.waited_for_room_s": flight.queued_s})  # fmt: skip
         if flight.dispatched_s is not None:
-            tried = {"kvbaton.attempts": flight.num_dispatched, "kvbaton.failed": ", ".join(flight.causes[:4])}
+            failed = ", ".join(flight.causes[:4])
+            tried: dict[str, Value] = {"kvbaton.attempts": flight.num_dispatched, "kvbaton.failed": failed}
             span("call", "client", (self.call.span_id, own), (sent_s, now_s), **workers, **tried)
         about = {**workers, "kvbaton.request_id": flight.request_id, "kvbaton.decision": flight.reason,
                  "kvbaton.outcome": flight.lifecycle.outcome, "gen_ai.operation.name": endpoint}  # fmt: skip

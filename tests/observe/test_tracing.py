@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+import kvbaton.observe
 from kvbaton.observe.metrics import Metrics
 from kvbaton.observe.timeline import render
 from kvbaton.observe.tracing import (
@@ -65,6 +67,16 @@ def test_nothing_is_sent_unless_it_was_said_where() -> None:
     recorder = Recorder()
     recorder.configure("kvbaton-router", {})
     assert not recorder.on
+
+
+def test_where_opentelemetry_is_missing_it_is_said_and_requests_are_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(kvbaton.observe, "otlp", raising=False)
+    monkeypatch.setitem(sys.modules, "kvbaton.observe.otlp", None)  # type: ignore[arg-type]
+    recorder = Recorder()
+    recorder.configure("kvbaton-router", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"})
+    assert not recorder.on and "kvbaton[otel]" in caplog.text
 
 
 async def test_a_window_keeps_what_ends_in_it_and_is_gone_afterwards() -> None:

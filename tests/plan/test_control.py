@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.plan.autoscale_demand import PoolPolicy, PoolSeen
+from kvbaton.plan.autoscale_demand import PoolPolicy, PoolSeen, spare_workers
 from kvbaton.plan.control import ScalingDecision, ScalingPolicy, ScalingState, decide, fits_band
 from kvbaton.types import LocalError, Role
 
@@ -80,7 +80,7 @@ bands = st.one_of(st.none(), st.tuples(st.floats(0.2, 1.0), st.floats(1.0, 4.0))
 
 @settings(max_examples=150, deadline=None)
 @given(looks, bands)
-def test_whatever_is_seen_targets_stay_within_bounds_and_one_drains_at_a_time(
+def test_whatever_is_seen_targets_stay_within_bounds_and_nobody_drains_while_others_start(
     seen: list[tuple[PoolSeen, PoolSeen]], band: tuple[float, float] | None
 ) -> None:
     policy, state = msgspec.structs.replace(POLICY, ratio_band=band), ScalingState()
@@ -89,9 +89,10 @@ def test_whatever_is_seen_targets_stay_within_bounds_and_one_drains_at_a_time(
         state = decision.state
         for each, pool in ((decision.pools["prefill"], first), (decision.pools["decode"], second)):
             assert each.target >= 1 and (each.target <= 8 or each.target == pool.have and not each.known)
-            assert each.add >= 0 and each.drain in (0, 1) and not (each.add and each.drain)
+            assert each.add >= 0 and each.drain >= 0 and not (each.add and each.drain)
             assert pool.have + each.add - each.drain >= 1
-            assert not each.drain or (each.known and not pool.starting and not pool.draining)
+            assert not each.drain or (each.known and not pool.starting)
+            assert not each.drain or pool.have - each.drain >= each.target, "never below where it is heading"
             assert each.reason
 
 
@@ -278,7 +279,7 @@ def test_growing_load_is_met_before_the_queue_stands_when_a_start_takes_long() -
         fleet = Fleet(policy, 2, 2, step_s=5.0)
         while True:
             arrived = 2_000.0 + 40.0 * fleet.now_s
-            if fleet.look(prefill(1, arrived), decode(1, 5)).pools["prefill"].add:
+            if fleet.look(prefill(1, arrived), decode(1, 5)).pools["prefill"].target >= 3:
                 return fleet.now_s
 
     assert ordered_at(300.0) < ordered_at(30.0) < ordered_at(0.0)
@@ -294,6 +295,34 @@ def test_shrinking_takes_a_whole_quiet_window_and_one_peak_in_it_keeps_the_worke
     assert all(
         before - after in (0, 1) for (_, before), (_, after) in zip(fleet.history, fleet.history[1:], strict=False)
     )
+
+
+def test_what_is_far_too_much_goes_in_halves_and_the_last_one_by_one() -> None:
+    policy = msgspec.structs.replace(
+        POLICY, pools={**POLICY.pools, "decode": PoolPolicy(1, 32, sequences_per_worker=20)}, drain_pause_s=30.0
+    )
+    fleet = Fleet(policy, 1, 17)
+    for _ in range(40):
+        fleet.look(prefill(1), decode(1, 5, free_share=1.0))
+    sizes = [each[1] for each in fleet.history]
+    assert [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]] == [17, 9, 5, 3, 2, 1]
+    assert sizes[:8] == [17] * 8, "not before the whole window was seen"
+    drained = [i for i in range(1, len(sizes)) if sizes[i] < sizes[i - 1]]
+    assert all(after - before >= 2 for before, after in zip(drained, drained[1:], strict=False)), "with pauses"
+
+
+def test_work_that_may_wait_needs_fewer_spare_workers() -> None:
+    """With a limit of seconds chance is met by workers, with one of half a minute by the queue."""
+
+    def wanted(max_queue_delay_s: float) -> int:
+        pool = PoolPolicy(1, 64, max_queue_delay_s=max_queue_delay_s)
+        policy = ScalingPolicy({"prefill": pool}, start_s=60.0)
+        return decide(policy, {"prefill": prefill(1, 30 * SPEED)}, ScalingState(), 0.0).pools["prefill"].target
+
+    assert wanted(0.5) >= wanted(2.0) >= wanted(20.0) >= 1
+    assert spare_workers(PoolPolicy(max_queue_delay_s=0.5), 9.0, 60.0) == pytest.approx(3.0 - 9.0 * 0.5 / 60.0)
+    assert spare_workers(PoolPolicy(max_queue_delay_s=30.0), 9.0, 60.0) == 0.25, "never none at all"
+    assert spare_workers(PoolPolicy(), 0.0, 60.0) == 0.0
 
 
 def test_bad_policies_say_the_field() -> None:

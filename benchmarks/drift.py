@@ -1,0 +1,330 @@
+"""A fleet whose traffic changes: what is told, shown and done about it. Five minutes on two cores.
+
+    PYTHONPATH=.:tests python -m benchmarks.drift [--out docs/reports/drift]
+
+``kvbaton up --autoscale`` with the default model, one prefill and two decode workers, and the band of the prompt:output
+ratio that a plan for chat would give. A real Prometheus (on the PATH) scrapes router and workers and evaluates the
+rules that ``kvbaton deploy`` writes, with windows of seconds in place of minutes. The traffic is Azure's conversation
+trace until half time and Mooncake's from then on: their requests in order, with lengths scaled to a model this small
+(--prompt-scale, --output-scale) and prompts of random words, which no cache has. So many users (--chat-users,
+--documents-users) ask at once, each the next request when the last is answered: the traces' own arrivals would overload
+a machine of unknown speed, or leave it idle.
+
+What must happen, and exit code 1 if it does not: no alert on the ratio in the minute before half time, one after; the
+page and the router's gauge say so; a prefill worker is added, a decode worker drained; and no request fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import msgspec
+import yaml
+from ui.live import WORDS, browser, problems, wait_until
+
+from benchmarks.drift_report import Look, Record, Request, missed, write
+from kvbaton.deploy.rules import Gates, render_rules
+from kvbaton.plan.workload import read_trace
+from kvbaton.router import control
+
+BAND = (0.5, 3.0)
+GATES = Gates(
+    ttft_s=4.0, tpot_s=0.25, ratio_low=BAND[0], ratio_high=BAND[1], window="30s", hold="15s", ratio_window="1m",
+    ratio_hold="15s",
+)  # fmt: skip
+ALERT = "KvbatonRatioDrift"
+CHAT, DOCUMENTS = "azure-llm-2023/AzureLLMInferenceTrace_conv.csv", "mooncake-fast25/conversation_trace.jsonl"
+UP = [
+    *("up", "--autoscale", "--prefill", "1", "--decode", "2", "--prefill-max", "2", "--decode-max", "2"),
+    *("--threshold-tokens", "0", "--kv-memory", "384", "--threads", "1", "--plan-band", f"{BAND[0]:g},{BAND[1]:g}"),
+    *("--scale-interval-s", "1", "--scale-queue-delay-s", "6", "--scale-sequences", "4"),
+    *("--scale-shrink-after-s", "30", "--scale-start-s", "8", "--ttft-slo-s", "4", "--tpot-slo-s", "0.25"),
+    *("--port", "0", "--json"),
+]
+MOST_PROMPT, MOST_OUTPUT = 1700, 256  # of the model's 2048
+START_S, END_S, SCRAPE_S = 240.0, 120.0, 2
+
+
+# -- traffic -------------------------------------------------------------------------------------------------------
+
+
+class Shape(msgspec.Struct, frozen=True):
+    half_s: float
+    most_s: float  # of documents, should not all have happened before
+    chat_users: int
+    documents_users: int
+    prompt_scale: float
+    output_scale: float
+
+
+def lengths_of(path: Path, shape: Shape) -> Iterator[tuple[int, int]]:
+    """Prompt and output tokens of a trace's requests, in its order."""
+    for each in read_trace(path, Random(0)).scaled(shape.prompt_scale, shape.output_scale).requests:
+        yield min(MOST_PROMPT, each.prompt_tokens), min(MOST_OUTPUT, max(2, each.output_tokens))
+
+
+async def ask(http: aiohttp.ClientSession, url: str, text: str, max_tokens: int) -> tuple[str, float | None]:
+    """How it ended, empty when well, and the time to the first part."""
+    started_s, first_s, last = time.monotonic(), None, b""
+    body = {"prompt": text, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+    try:
+        async with http.post(f"{url}/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                return f"{answer.status} {(await answer.text())[:200]}", None
+            async for part in answer.content.iter_any():
+                first_s = first_s if first_s is not None else time.monotonic() - started_s
+                last = (last + part)[-4096:]
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}", first_s
+    if b'"error"' in last or not last.rstrip().endswith(b"data: [DONE]"):
+        return f"broken: {last[-200:]!r}", first_s
+    return "", first_s
+
+
+async def users(url: str, num: int, lengths: Iterator[tuple[int, int]], stop: asyncio.Event, run: Run) -> None:
+    """So many at once, each with the next request of the trace, until told to stop; what has begun is finished."""
+    rng = Random(0)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=END_S)) as http, asyncio.TaskGroup() as group:
+
+        async def one() -> None:
+            while not stop.is_set():
+                prompt, output = next(lengths)
+                begun_s = run.now_s
+                failed, ttft_s = await ask(http, url, " ".join(rng.choices(WORDS, k=prompt)), output)
+                run.record.requests.append(Request(begun_s, prompt, output, ttft_s, run.now_s - begun_s, failed))
+
+        for _ in range(num):
+            group.create_task(one())
+
+
+# -- the fleet and its Prometheus ----------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def process(*command: str, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Ended by SIGTERM, so that a fleet drains."""
+    with log.open("wb") as errors:
+        running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=errors)
+    try:
+        yield running
+    finally:
+        if running.returncode is None:
+            running.send_signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await running.communicate()
+            if running.returncode is None:
+                running.kill()
+                await running.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def prometheus(folder: Path) -> AsyncIterator[str]:
+    """Scrapes what ``targets.json`` names; its address."""
+    (folder / "rules.yaml").write_text(yaml.safe_dump(render_rules(GATES)))
+    (folder / "targets.json").write_text("[]")
+    config = {
+        "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": [
+            {"job_name": "kvbaton", "file_sd_configs": [{"files": ["targets.json"], "refresh_interval": "1s"}]}
+        ],
+    }
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port()}"
+    flags = (f"--config.file={folder}/prometheus.yaml", f"--storage.tsdb.path={folder}/data")
+    log = folder / "prometheus.log"
+    async with process("prometheus", *flags, f"--web.listen-address={address}", log=log):
+        async with aiohttp.ClientSession() as http, asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with http.get(f"http://{address}/-/ready") as answer:
+                        if answer.status == 200:
+                            break
+                await asyncio.sleep(0.1)
+        yield f"http://{address}"
+
+
+async def name_targets(pid: int, path: Path) -> dict[str, str]:
+    """Tell Prometheus who is there now."""
+    _, status = await control.the_one(pid)
+    found = {each.name: each.url.removeprefix("http://") for each in status.processes if each.url}
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps([{"targets": [found[name]], "labels": {"process": name}} for name in sorted(found)]))
+    fresh.rename(path)
+    return found
+
+
+# -- watching ------------------------------------------------------------------------------------------------------
+
+_GAUGE = re.compile(r"^kvbaton_router_(prompt_output_ratio|plan_drift) (\S+)$", re.MULTILINE)
+
+
+async def look(http: aiohttp.ClientSession, url: str, watcher: str, at_s: float) -> Look:
+    """The fleet, the router's gauges and Prometheus' alerts now."""
+    async with http.get(f"{url}/fleet") as answer:
+        fleet = await answer.json()
+    async with http.get(f"{url}/metrics") as answer:
+        gauges = {name: float(value) for name, value in _GAUGE.findall(await answer.text())}
+    async with http.get(f"{watcher}/api/v1/alerts") as answer:
+        alerts = (await answer.json())["data"]["alerts"]
+    up = [each["role"] for each in fleet["members"] if each["state"] == "up"]
+    waiting = sum((each["stats"] or {}).get("waiting_prompt_tokens", 0) for each in fleet["members"])
+    return Look(
+        at_s, up.count("prefill"), up.count("decode"), fleet["inflight"], fleet["queued"], waiting,
+        gauges.get("prompt_output_ratio"), gauges.get("plan_drift"),
+        sorted(each["labels"]["alertname"] for each in alerts if each["state"] == "firing"),
+    )  # fmt: skip
+
+
+async def picture(url: str, path: Path, shown: str, size: tuple[int, int], scheme: str = "light") -> None:
+    """``shown``: what must be true in the page first."""
+    async with browser.new_page() as page:
+        await page.open(url, *size, scheme)
+        await wait_until(page, shown)
+        await asyncio.to_thread(path.write_bytes, await page.screenshot())
+        base = url.split("/ui", maxsplit=1)[0]
+        assert "/ui" not in url or not problems(page, base), problems(page, base)
+
+
+def page_says(place: str) -> str:
+    says = {"inside": "still fits", "above": "prefill is short"}[place]
+    drawn = "document.querySelectorAll('.plot .main-svg').length"
+    return f"{drawn} && document.getElementById('drift-text').textContent.includes('{says}')"
+
+
+class Run:
+    """One run: traffic, looks once a second, and pictures when there is something to see."""
+
+    def __init__(self, out: Path, shape: Shape, fleet: dict[str, Any], pid: int, watcher: str, folder: Path) -> None:
+        self._out, self._shape, self._url, self._pid = out, shape, fleet["url"], pid
+        self._watcher, self._targets = watcher, folder / "targets.json"
+        self._begun: set[str] = set()
+        self._began_s = time.monotonic()
+        self.record = Record(msgspec.to_builtins(shape), BAND)
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    async def go(self, data: Path) -> None:
+        shape, url = self._shape, self._url
+        documents, over = asyncio.Event(), asyncio.Event()
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            group.create_task(users(url, shape.chat_users, lengths_of(data / CHAT, shape), documents, self))
+            while not over.is_set():
+                await name_targets(self._pid, self._targets)
+                now = await look(http, url, self._watcher, self.now_s)
+                self.record.looks.append(now)
+                for name, due in self._due(now).items():
+                    if due and name not in self._begun:
+                        self._begun.add(name)
+                        group.create_task(self._picture(name))
+                if now.at_s >= shape.half_s and not documents.is_set():
+                    documents.set()
+                    longs = lengths_of(data / DOCUMENTS, shape)
+                    group.create_task(users(url, shape.documents_users, longs, over, self))
+                if self._all_seen(now) or now.at_s > shape.half_s + shape.most_s:
+                    await self._picture("after")
+                    over.set()
+                await asyncio.sleep(1.0)
+
+    def _all_seen(self, now: Look) -> bool:
+        return {"before", "alert", "prometheus"} <= set(self.record.pictures) and (now.prefill, now.decode) == (2, 1)
+
+    def _due(self, now: Look) -> dict[str, bool]:
+        alarmed = ALERT in now.firing and now.at_s > self._shape.half_s
+        return {
+            "before": now.at_s > self._shape.half_s - 25,
+            "prometheus": alarmed,
+            "alert": alarmed and (now.drift or 0.0) > 1.0,
+        }
+
+    async def _picture(self, name: str) -> None:
+        """One that cannot be taken is missed in the end; the run goes on."""
+        path = self._out / f"{name}.png"
+        try:
+            if name == "prometheus":
+                shown = f"document.body.textContent.includes('{ALERT}')"
+                await picture(f"{self._watcher}/classic/alerts", path, shown, (1100, 900))
+                await self._advise()
+            else:
+                shown = page_says("inside" if name == "before" else "above")
+                await picture(f"{self._url}/ui", path, shown, (1440, 900))
+            self.record.pictures.append(name)
+        except (TimeoutError, AssertionError, OSError) as error:
+            print(f"no picture {name}: {error!r}", file=sys.stderr)
+
+    async def _advise(self) -> None:
+        """The scenario of the new traffic, for `kvbaton plan`."""
+        _, status = await control.the_one(self._pid)
+        urls = [f"{each.url}/metrics" for each in status.processes if each.role != "router" and each.url]
+        command = [sys.executable, "-m", "kvbaton.cli.main", "advise", *urls, "--interval", "20"]
+        command += ["--write-scenario", str(self._out / "scenario.toml")]
+        running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+        self.record.advised = await running.wait()
+
+
+async def main(out: Path, data: Path, shape: Shape) -> int:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        async with (
+            process(sys.executable, "-m", "kvbaton.cli.main", *UP, "--log-dir", name, log=folder / "up.err") as up,
+            prometheus(folder) as watcher,
+        ):
+            assert up.stdout is not None
+            async with asyncio.timeout(START_S):
+                line = await up.stdout.readline()
+            assert line, (folder / "up.err").read_text()
+            run = Run(out, shape, json.loads(line), up.pid, watcher, folder)
+            await run.go(data)
+        run.record.told = [each for each in (folder / "up.err").read_text().splitlines() if _TOLD.search(each)]
+    write(out, run.record, " ".join(["kvbaton", *UP[:-3]]))
+    wrong = missed(run.record)
+    for each in wrong:
+        print(f"drift: {each}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+_TOLD = re.compile(r" s  (autoscale|plan|prefill-\d|decode-\d) ")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/reports/drift"))
+    default = os.environ.get("KVBATON_SHARED") or Path(__file__).resolve().parents[2] / "shared"
+    parser.add_argument("--shared", type=Path, default=Path(default))
+    parser.add_argument("--half-s", type=float, default=180.0, help="of chat")
+    parser.add_argument("--most-s", type=float, default=300.0, help="of documents, should not all have happened before")
+    parser.add_argument("--chat-users", type=int, default=8)
+    parser.add_argument("--documents-users", type=int, default=4)
+    parser.add_argument("--prompt-scale", type=float, default=1 / 8)
+    parser.add_argument("--output-scale", type=float, default=1 / 3)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    wanted = Shape(given.half_s, given.most_s, given.chat_users, given.documents_users, given.prompt_scale,
+                   given.output_scale)  # fmt: skip
+    sys.exit(asyncio.run(main(given.out, given.shared / "data", wanted)))
