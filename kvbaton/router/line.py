@@ -21,7 +21,7 @@ from kvbaton.workers.openai_errors import ApiError
 PriorityClass = Literal["high", "normal", "low"]
 CLASSES: tuple[PriorityClass, ...] = ("high", "normal", "low")  # in the order in which they are served
 LONGEST_RETRY_AFTER_S = 30
-_HOPE = 0.8  # of a patience, that waiting may be foretold to take: most that wait shall get their turn
+_HOPE = 0.6  # of a patience, that waiting may be foretold to take: nearly all that wait shall get their turn
 _SMOOTHING = 0.1  # of the mean wait that Retry-After is taken from, and of the pace of the line
 
 

@@ -276,9 +276,16 @@ class Registry:
     @property
     def max_context(self) -> int:
         """The longest sequence any worker that decodes can hold; 0 when none was heard of."""
-        heard = [m for m in self._members.values() if m.reported is not None and m.state in ("up", "draining")]
-        decoding = [m for m in heard if m.role != "prefill"] or heard
-        return max((m.reported.info.max_context for m in decoding if m.reported is not None), default=0)
+        longest = only_prefills = 0
+        for member in self._members.values():
+            if member.reported is None or member.state not in ("up", "draining"):
+                continue
+            max_context = member.reported.info.max_context
+            if member.role != "prefill":
+                longest = max(longest, max_context)
+            else:
+                only_prefills = max(only_prefills, max_context)
+        return longest or only_prefills
 
     @staticmethod
     def hold(member: Member, num_sequences: int, num_tokens: int, due_s: float | None = None) -> Hold:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvbaton.workers.openai_errors import bad_request
 
@@ -20,8 +21,16 @@ class Wishes:
     replay: bool = True  # a stream whose worker fails may be continued on another
 
 
+@lru_cache(maxsize=16)
+def _usual(longest_s: float) -> Wishes:
+    """Of those who wish for nothing."""
+    return Wishes(longest_s)
+
+
 def read_wishes(headers: Mapping[bytes, bytes], longest_s: float) -> Wishes:
     """ApiError 400 that names the header when it makes no sense."""
+    if TIMEOUT_HEADER not in headers and REPLAY_HEADER not in headers:
+        return _usual(longest_s)
     timeout_s, raw = longest_s, headers.get(TIMEOUT_HEADER)
     if raw is not None:
         if not (raw.isdigit() and len(raw) <= 12 and int(raw) > 0):
