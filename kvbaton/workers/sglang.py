@@ -3,8 +3,8 @@
 A remote request goes to the prefill and the decode server in the same moment, with the address of the prefill side's
 bootstrap server and a number that nobody else has; the two find each other, and the answer comes from decode.
 Invariants: before the first request to a prefill server its page size, KV dtype and parallelism are compared with
-ours, for a difference shows as a request that hangs; an error of either leg ends the other at once, where the servers
-themselves would wait for minutes; leaving by any way closes both calls and tells both servers.
+ours, where decode would find a difference with the prefill under way; an error of either leg ends the other at once,
+where the servers themselves would wait for minutes; leaving by any way closes both calls and tells both servers.
 
 A server that was started for decode computes no prompts, so nothing falls back to it; one for prefill decodes nothing.
 Knows nothing about HTTP of clients, or text.
@@ -198,7 +198,7 @@ class SglangWorker:
             self._peers.pop(prefill, None)  # it may come back as something else
             raise
         finally:
-            open_ones = [leg] if step is None else [leg, step]
+            open_ones: list[asyncio.Future[Any]] = [leg] if step is None else [leg, step]
             for one in open_ones:
                 one.cancel()
             await asyncio.gather(*open_ones, return_exceptions=True)

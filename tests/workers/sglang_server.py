@@ -105,7 +105,7 @@ class FakeSglang:
         assert {*meta} <= {*FIELDS["meta_info"]}
         return {"text": "x" * num, "output_ids": ids, "meta_info": meta}
 
-    def _whole(self, body: dict[str, Any]) -> web.Response:
+    async def _whole(self, body: dict[str, Any]) -> web.Response:
         return web.json_response(self._part(body, len(self.tokens), 0))
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -187,7 +187,11 @@ def test_parallelism_may_differ_where_one_divides_the_other() -> None:
     assert not differences(DecodeServer(tp_size=8, dp_size=8, enable_dp_attention=True), BootstrapInfo(attn_tp_size=3))
     (found,) = differences(DecodeServer(tp_size=4), BootstrapInfo(attn_tp_size=3))
     assert found.field == "attn_tp_size"
-    assert not differences(DecodeServer(kv_cache_dtype="auto"), BootstrapInfo(kv_cache_dtype="bfloat16"))
+    assert not differences(DecodeServer(pp_size=1), BootstrapInfo(pp_size=4))
+    (found,) = differences(DecodeServer(pp_size=2), BootstrapInfo(pp_size=4))
+    assert found.field == "pp_size"
+    (found,) = differences(DecodeServer(kv_cache_dtype="auto"), BootstrapInfo(kv_cache_dtype="bfloat16"))
+    assert found.field == "kv_cache_dtype", "decode compares the words"
     assert not differences(DecodeServer(), BootstrapInfo()), "what nobody tells is no difference"
 
 
