@@ -116,16 +116,9 @@ class Exchange:
         self.started = False
         self._receive = receive
         self._send = send
-<<<<<<< HEAD
         # Taken out, or the two would be a cycle. None: some other server, which speaks plain ASGI.
         self._cycle: Cycle | None = scope.pop(SCOPE_KEY, None)
         self._watcher: asyncio.Future[None] | None = None  # there
-||||||| 71804dc
-        self._cycle: Cycle | None = scope.get(SCOPE_KEY)  # None: some other server, which speaks plain ASGI
-=======
-        self._cycle: Cycle | None = scope.get(SCOPE_KEY)  # None: some other server, which speaks plain ASGI
-        self._watcher: asyncio.Future[None] | None = None  # there
->>>>>>> upstream
 
     async def read_body(self, max_bytes: int, timeout_s: float, claim: Claim | None = None) -> bytes:
         """The whole body. 413, 415, 408, 503 when ``claim`` finds nothing left, or ClientGone."""

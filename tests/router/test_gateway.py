@@ -14,17 +14,10 @@ from router.fleet import KEY, LONG, SHORT, Fleet, RawWorker, ask_raw, running_fl
 from workers.scripted import sse_events, until
 
 from kvbaton.engine.tokenizer import Tokenizer
-<<<<<<< HEAD
 from kvbaton.router.flight import AttemptFailed, Flight
 from kvbaton.types import CapacityError
 from kvbaton.workers.http_cycle import Cycle
 from kvbaton.workers.openai_errors import ApiError
-||||||| 71804dc
-=======
-from kvbaton.router.flight import AttemptFailed, Flight
-from kvbaton.types import CapacityError
-from kvbaton.workers.openai_errors import ApiError
->>>>>>> upstream
 from kvbaton.workers.protocol import WorkerStats
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -268,7 +261,6 @@ async def test_too_many_at_once_are_told_to_come_back(tokenizer: Tokenizer) -> N
         assert [status for status, _, _ in await asyncio.gather(*open_)] == [200, 200]
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("served", [True, False])
 async def test_requests_leave_nothing_for_the_garbage_collector(tokenizer: Tokenizer, served: bool) -> None:
     """What refers to itself, as an error held by a frame of its traceback, stays until a full collection: rarely."""
@@ -337,74 +329,6 @@ async def test_a_half_closed_client_gets_its_answer(split: Fleet) -> None:
         assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
 
 
-||||||| 71804dc
-=======
-async def test_refusals_leave_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:
-    """An error that a frame of its own traceback holds stays until a full collection, and those come rarely."""
-    async with running_fleet(tokenizer, {"b0": "both"}, queue_timeout_s=0.01) as fleet:
-        fleet.workers["b0"].error = CapacityError("full")
-        await fleet.post({"prompt": SHORT})
-        gc.collect()
-        gc.disable()
-        try:
-            assert {(await fleet.post({"prompt": SHORT}))[0] for _ in range(5)} == {429}
-            await fleet.settled()
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            gc.collect()
-            ours = [each for each in gc.garbage if isinstance(each, Flight | AttemptFailed | ApiError)]
-            left = [each for each in ours if not isinstance(each, ApiError) or each.status == 429]
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
-        assert not left, "of the router; the worker's own errors have another status"
-
-
-async def send_slowly(fleet: Fleet, num_bytes: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """The beginning of a request whose body will not be complete."""
-    host, port = fleet.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (num_bytes + 1))
-    writer.write(b" " * num_bytes)
-    return reader, writer
-
-
-async def test_large_bodies_never_keep_small_ones_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 300_000
-    async with running_fleet(tokenizer, {"b0": "both"}, max_total_body_bytes=600_000) as fleet:
-        budget = fleet.gateway._bodies
-        senders = [await send_slowly(fleet, size) for _ in range(2)]
-        await until(lambda: budget.left_bytes < size // 2)
-        assert (await fleet.post({"prompt": SHORT}))[0] == 200
-        large = json.dumps({"prompt": SHORT, "user": "u" * size}).encode()
-        status, answer, _ = await fleet.post(large)
-        assert (status, answer["error"]["code"]) == (503, "too_many_bytes"), "those that send have some time"
-        monkeypatch.setattr("kvbaton.workers.http.PATIENCE_S", 0.0)
-        assert (await fleet.post(large))[0] == 200, "the oldest of them gave way"
-        async with asyncio.timeout(20):
-            assert b" 408 " in (await senders[0][0].readline())
-        await until(lambda: fleet.gateway.open.num == 1)  # the other one had no need to
-        for _, writer in senders:
-            writer.close()
-        await fleet.settled()
-        assert budget.left_bytes == 600_000
-
-
-async def test_a_half_closed_client_gets_its_answer(split: Fleet) -> None:
-    host, port = split.url.removeprefix("http://").split(":")
-    for stream in (False, True):
-        reader, writer = await asyncio.open_connection(host, int(port))
-        body = json.dumps({"prompt": LONG, "stream": stream}).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        writer.write_eof()
-        async with asyncio.timeout(20):
-            answer = await reader.read()
-        writer.close()
-        assert b"HTTP/1.1 200 OK\r\n" in answer and (stream or b"hello from d0" in answer)
-        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
-
-
->>>>>>> upstream
 # -- operation -----------------------------------------------------------------------------------------------------
 
 
