@@ -181,6 +181,9 @@ class Simulation:
         record.lifecycle.on(Event.DISPATCH)
         record.attempt += 1
         record.reason = decision.reason
+        cached, work_s = decision.foretold_cached_tokens, decision.terms.get("prefill_s", 0.0)
+        sent = self.fleet.workers[decision.prefill or decision.decode].sent
+        sent.prompt(record.request_id, max(1, record.prompt_tokens - cached), cached, 1, self.now_s, work_s)
         names = (decision.prefill, decision.decode)
         self._index.dispatched(record, [self.fleet.workers[name] for name in names if name is not None])
         return True
@@ -372,6 +375,7 @@ class Simulation:
             if name is None:
                 continue
             worker = self.fleet.workers[name]
+            worker.sent.computed(record.request_id)
             if worker.active.pop(record.request_id, None) is not None:
                 self._settle(worker)
                 if not worker.scheduler.hold_released(record.request_id):

@@ -15,6 +15,7 @@ from kvbaton.plan.sim_spec import FleetSpec, Incidents, PoolSpec
 from kvbaton.plan.sim_tier import HostStore
 from kvbaton.plan.sim_worker import SimWorker
 from kvbaton.router.policy import MemberView
+from kvbaton.router.sent import pool_shares
 from kvbaton.types import LocalError, Role
 
 
@@ -66,12 +67,14 @@ class Fleet:
         """What the router sees."""
         asked = [w for w in self.workers.values() if w.accepting and w.name not in record.tried]
         cached = index.cached_tokens(record, asked, now_s)
+        busy = pool_shares([(worker.role, worker.sent) for worker in asked], now_s)
         return [
             MemberView(
-                worker.name, worker.role, len(worker.active), worker.scheduler.waiting_prompt_tokens,
+                worker.name, worker.role, len(worker.active), queued := worker.scheduler.waiting_prompt_tokens,
                 worker.spec.max_context, cached[worker.name],
                 worker.blocks.num_used * worker.spec.block_size, worker.blocks.num_free * worker.spec.block_size,
-                worker.spec.max_batch_tokens, worker.spec.max_running,
+                worker.spec.max_batch_tokens, worker.spec.max_running, 0.0,
+                worker.sent.queued_pairs(queued), busy[worker.role], worker.sent.found_tokens_per_s(now_s),
             )
             for worker in asked
         ]  # fmt: skip

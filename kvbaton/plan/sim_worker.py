@@ -17,6 +17,7 @@ from kvbaton.plan.sim_record import GapHistogram, Record
 from kvbaton.plan.sim_spec import WorkerSpec
 from kvbaton.plan.sim_tier import HostStore, HostTier
 from kvbaton.plan.step_time import StepWork, pairs
+from kvbaton.router.sent import Sent
 from kvbaton.types import Role, TokenOutput
 
 TOKEN = TokenOutput(0)
@@ -101,6 +102,7 @@ class SimWorker:
             spec.max_chunk_tokens,
         )  # fmt: skip
         self.scheduler = Scheduler(config, self.blocks)
+        self.sent = Sent()  # the router's own account of this worker
         self.tier = HostTier(spec, self._pooled)
         if self._machine is not None:
             self._machine.idle(self.name)
@@ -246,6 +248,7 @@ class SimWorker:
             outcome.chunks.append(Chunk(record, seq, start, num_tokens, (self._start_s, end_s)))
         if not samples:
             return
+        self.sent.computed(record.request_id)
         self.tier.keep(record)
         if seq.mode == "prefill_only":
             outcome.prefilled.append((record, seq))

@@ -85,11 +85,11 @@ class Caller:
             due_s = self._clock.now_s() + 2 * decision.ttft_s + OVERDUE_FROM_S
         # The prompt waits where it is computed; both workers hold the request.
         if prefill is None:
-            holds = [registry.hold(target, call.num_sequences, uncached, due_s)]
+            holds = [registry.hold(target, call.num_sequences, uncached, due_s, decision)]
         else:
             holds = [
                 registry.hold(target, call.num_sequences, 0),
-                registry.hold(prefill, call.num_sequences, uncached, due_s),
+                registry.hold(prefill, call.num_sequences, uncached, due_s, decision),
             ]
         try:
             body = self._body(flight, call, prefill)

@@ -13,9 +13,13 @@ TPOT costs ``ttft_slo_s / tpot_slo_s``.
 
     cost = remote or local + price x own TPOT + price x streams on d x (what the request adds to each of their steps
            + what its chunks hold each of them up, spread over the mean output)
+           + prefill x (later + (1 + later) x seconds of prefill that the worker's cache saved per second, lately)
+
+``later`` is what a second of prefill takes from those who come later (``later_price``). Prompts are served in the order
+they come, so who waits already is not harmed.
 
 A placement violates by how far TTFT, or the slower of own and others' TPOT, exceeds its limit, as a share, plus 1 when
-the worker says it has no room for the prompt. Prompts are served in the order they come, so nobody's TTFT is harmed.
+the worker says it has no room for the prompt. Room comes first, then whether both limits are kept, then cost.
 
 Invariants: pure; every estimate is finite and not negative; more work queued never makes a placement cheaper.
 Knows nothing about how its parameters were learned (``learning``) or what is done with the result (``policy``).
@@ -37,6 +41,11 @@ COLD_OVERHEAD_REMOTE_S = 0.004
 COLD_OUTPUT_TOKENS = 128.0
 COLD_TOKEN_BYTES = 65_536
 COLD_LAYERS = 32
+# What a second of prefill takes from those who come later, on workers used to a share u: SPREAD x u / (1 - u)^2, as in
+# a queue with random arrivals; SPREAD = (1 + C^2) / 2 of prefill times, with C^2 = 5.6 of prompts of a public trace of
+# chats, less what was cached. No more than at MOST_BUSY, because a router sends others where they need not wait.
+SPREAD = 3.3
+MOST_BUSY = 0.4
 MOST_LEGS = 8  # workers of each pool that are paired; the others are worse on their own, before any link is looked at
 
 
@@ -98,11 +107,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     ttft_s: float
     tpot_s: float
     harm_s: float
+    later_s: float
+    broken: int  # 1: it keeps not both limits, 2 more: it has no room
 
     @property
-    def rank(self) -> tuple[float, float]:
+    def rank(self) -> tuple[int, float]:
         """Less is better."""
-        return self.violation, self.cost_s
+        return self.broken, self.cost_s
 
     @property
     def terms(self) -> dict[str, float]:
@@ -119,15 +130,22 @@ TERMS: dict[str, str] = {
     "ttft_s": "overhead, queue and prefill",
     "tpot_s": "own time per output token",
     "harm_s": "price of what streams on the decode worker lose",
+    "later_s": "price of the prefill to those who come later",
     "cost_s": "all of it in seconds of TTFT; the least wins",
     "violation": "share by which limits are exceeded; 0 keeps them",
 }
 
 # Legs are bare tuples, and their loops keep what they need at hand: they run for every worker in every decision.
-# (violation, cost, name, queue, prefill, TTFT) of prefilling on a worker
-_Source = tuple[float, float, str, float, float, float]
-# (violation, cost, name, admission, step with the request in the batch, harm, bytes to move, no room)
-Landing = tuple[float, float, str, float, float, float, int, float]
+# (broken, cost, name, queue, prefill, TTFT, late, later) of prefilling on a worker
+_Source = tuple[int, float, str, float, float, float, float, float]
+# (broken, cost, name, admission, step with the request in the batch, harm, bytes to move, no room)
+Landing = tuple[int, float, str, float, float, float, int, float]
+
+
+def later_price(busy: float) -> float:
+    """Seconds that a second of prefill takes from those who come later, on workers that prefill this share of time."""
+    share = min(busy, MOST_BUSY)
+    return SPREAD * share / (1.0 - share) ** 2
 
 
 def uncached(request: RequestView, member: MemberView) -> int:
@@ -140,18 +158,24 @@ def _sources(
 ) -> list[_Source]:  # fmt: skip
     workers, usual, overhead_s, slo_s = costs.workers, costs.worker, costs.overhead_remote_s, limits.ttft_slo_s
     prompt, prompts = request.num_prompt_tokens, request.num_prompts
-    found = []
+    found, busy, later = [], 0.0, 0.0  # as of workers that were sent nothing
     for member in members:
         cost = workers.get(member.name, usual)
         queued, budget = member.queued_tokens, member.chunk_tokens
         tokens = max(1, prompt - member.cached_tokens)
         slowdown, fixed_s, token_s = cost.slowdown, cost.prefill_fixed_s, cost.prefill_token_s
-        queue_s = slowdown * cost.queue_scale * (-(-queued // budget) * fixed_s + queued * token_s) + member.overdue_s
-        each_s = token_s + cost.prefill_pair_s * (prompt - tokens / 2) / prompts
+        pair_s = cost.prefill_pair_s
+        queued_s = -(-queued // budget) * fixed_s + queued * token_s + member.queued_pairs * pair_s
+        queue_s = slowdown * cost.queue_scale * queued_s + member.overdue_s
+        each_s = token_s + pair_s * (prompt - tokens / 2) / prompts
         prefill_s = slowdown * (-(-tokens // budget) * fixed_s + tokens * each_s)
         ttft_s = overhead_s + queue_s + prefill_s
-        late = ttft_s / slo_s - 1.0 if ttft_s > slo_s else 0.0
-        found.append((late, ttft_s, member.name, queue_s, prefill_s, ttft_s))
+        if member.pool_busy != busy:
+            busy = member.pool_busy
+            later = later_price(busy)
+        later_s = prefill_s * (later + (1.0 + later) * slowdown * token_s * member.reused_tokens_per_s)
+        late, broken = (ttft_s / slo_s - 1.0, 1) if ttft_s > slo_s else (0.0, 0)
+        found.append((broken, ttft_s + later_s, member.name, queue_s, prefill_s, ttft_s, late, later_s))
     return found
 
 
@@ -177,74 +201,99 @@ def landings_on(
         step_s = slowdown * (step_s + added_s)
         harm_s = price * streams * slowdown * added_s
         missing = max(0, prompt - member.cached_tokens)
-        no_room = 1.0 if free is not None and missing + sequences > free else 0.0
-        violation = no_room + step_s / slo_s - 1.0 if step_s > slo_s else no_room
+        no_room, broken = (1.0, 2) if free is not None and missing + sequences > free else (0.0, 0)
+        if step_s > slo_s:
+            broken += 1
         cost_s = admission_s + step_s + price * step_s + harm_s
-        found.append((violation, cost_s, member.name, admission_s, step_s, harm_s, missing * token_bytes, no_room))
+        found.append((broken, cost_s, member.name, admission_s, step_s, harm_s, missing * token_bytes, no_room))
     return found
 
 
-def locals_(
+# The fields of a candidate in their order. Of all that are compared only one becomes a candidate.
+_Local = tuple[
+    None, str, float, float, float, float, float, float, float, float, float, float, float, float, int
+]  # fmt: skip
+
+
+def _locals(
     request: RequestView,
     members: Sequence[MemberView],
     costs: FleetCosts,
     limits: Limits,
-    landings: Sequence[Landing] | None = None,
-) -> list[Candidate]:
-    """Prefill where it decodes, on each worker. ``landings``: those on ``members``, if they were made already."""
+    landings: Sequence[Landing],
+) -> list[_Local]:
     workers, usual, overhead_s, output_tokens = costs.workers, costs.worker, costs.overhead_local_s, costs.output_tokens
     ttft_slo_s, tpot_slo_s, price = limits.ttft_slo_s, limits.tpot_slo_s, limits.price
     prompt, prompts = request.num_prompt_tokens, request.num_prompts
-    found = []
-    if landings is None:
-        landings = landings_on(request, members, costs, limits)
+    found: list[_Local] = []
+    busy = later = 0.0  # as of workers that were sent nothing
     for member, landing in zip(members, landings, strict=True):
         _, _, name, _, step_s, harm_s, _, violation = landing
         cost = workers.get(name, usual)
         streams, queued = min(member.num_requests, member.max_running), member.queued_tokens
-        slowdown, token_s, chunk_s = cost.slowdown, cost.prefill_token_s, cost.prefill_fixed_s
-        rest_s = member.overdue_s
+        slowdown, token_s, pair_s = cost.slowdown, cost.prefill_token_s, cost.prefill_pair_s
+        chunk_s = cost.prefill_fixed_s
+        rest_s, broken = member.overdue_s, 2 if violation else 0
         if streams:
             rows_s = cost.step_sequence_s * streams + cost.step_context_s * member.context_tokens
             chunk_s += rows_s
             rest_s += slowdown * (cost.step_fixed_s + rows_s) / 2  # of the step under way
         budget = max(1, member.chunk_tokens - streams)
         tokens = max(1, prompt - member.cached_tokens)
-        queue_s = slowdown * cost.queue_scale * (queued * token_s + -(-queued // budget) * chunk_s) + rest_s
-        held_up_s = slowdown * tokens * (token_s + cost.prefill_pair_s * (prompt - tokens / 2) / prompts)
+        queued_s = queued * token_s + member.queued_pairs * pair_s + -(-queued // budget) * chunk_s
+        queue_s = slowdown * cost.queue_scale * queued_s + rest_s
+        held_up_s = slowdown * tokens * (token_s + pair_s * (prompt - tokens / 2) / prompts)
         prefill_s = slowdown * -(-tokens // budget) * chunk_s + held_up_s
         ttft_s = overhead_s + queue_s + prefill_s
-        worst_tpot_s = step_s
+        if member.pool_busy != busy:
+            busy = member.pool_busy
+            later = later_price(busy)
+        later_s = prefill_s * (later + (1.0 + later) * slowdown * token_s * member.reused_tokens_per_s)
+        worst_tpot_s, kept = step_s, True
         if streams:
             added_tpot_s = held_up_s / output_tokens
             harm_s += price * streams * added_tpot_s
             worst_tpot_s += added_tpot_s
         if ttft_s > ttft_slo_s:
             violation += ttft_s / ttft_slo_s - 1.0
+            kept = False
         if worst_tpot_s > tpot_slo_s:
             violation += worst_tpot_s / tpot_slo_s - 1.0
+            kept = False
+        cost_s = ttft_s + step_s + price * step_s + harm_s + later_s
         found.append(
-            Candidate(
-                None,
-                name,
-                violation,
-                ttft_s + step_s + price * step_s + harm_s,
-                overhead_s,
-                queue_s,
-                prefill_s,
-                0.0,
-                0.0,
-                step_s,
-                ttft_s,
-                step_s,
-                harm_s,
-            )  # fmt: skip
-        )
+            (
+                None, name, violation, cost_s, overhead_s, queue_s, prefill_s, 0.0, 0.0, step_s, ttft_s, step_s, harm_s,
+                later_s, broken if kept else broken + 1,
+            )
+        )  # fmt: skip
     return found
 
 
+def locals_(
+    request: RequestView, members: Sequence[MemberView], costs: FleetCosts, limits: Limits
+) -> list[Candidate]:  # fmt: skip
+    """Prefill where it decodes, on each worker."""
+    landings = landings_on(request, members, costs, limits)
+    return [Candidate(*each) for each in _locals(request, members, costs, limits, landings)]
+
+
+def best_local(
+    request: RequestView,
+    members: Sequence[MemberView],
+    landings: Sequence[Landing],
+    costs: FleetCosts,
+    limits: Limits,
+) -> Candidate:
+    """The first of least rank among ``locals_``; ``landings`` are those on ``members``."""
+    return Candidate(*min(_locals(request, members, costs, limits, landings), key=_local_rank))
+
+
+_local_rank = itemgetter(14, 3)
+
+
 def _pair(source: _Source, landing: Landing, costs: FleetCosts, limits: Limits) -> Candidate:
-    late, _, prefill, queue_s, prefill_s, ttft_s = source
+    _, source_s, prefill, queue_s, prefill_s, ttft_s, late, later_s = source
     _, _, decode, admission_s, step_s, harm_s, moved_bytes, no_room = landing
     known = costs.links.get(prefill)
     link = costs.link if known is None else known.get(decode, costs.link)
@@ -252,13 +301,16 @@ def _pair(source: _Source, landing: Landing, costs: FleetCosts, limits: Limits) 
     last_layer_s = carry_s / costs.num_layers
     exposed_s = link.startup_s + max(last_layer_s, carry_s - prefill_s * (1.0 - 1.0 / costs.num_layers))
     tpot_s = step_s + (exposed_s + admission_s) / costs.output_tokens
-    violation = late + no_room
+    violation, broken = late + no_room, 2 if no_room else 0
     if tpot_s > limits.tpot_slo_s:
         violation += tpot_s / limits.tpot_slo_s - 1.0
-    cost_s = ttft_s + exposed_s + admission_s + step_s + limits.ttft_slo_s / limits.tpot_slo_s * tpot_s + harm_s
+        broken += 1
+    elif late:
+        broken += 1
+    cost_s = source_s + exposed_s + admission_s + step_s + limits.ttft_slo_s / limits.tpot_slo_s * tpot_s + harm_s
     return Candidate(
         prefill, decode, violation, cost_s, costs.overhead_remote_s, queue_s, prefill_s, exposed_s, admission_s, step_s,
-        ttft_s, tpot_s, harm_s,
+        ttft_s, tpot_s, harm_s, later_s, broken,
     )  # fmt: skip
 
 
@@ -299,14 +351,22 @@ def best_pair(
     """The first of least rank among ``pairs``. A pair is not looked at when its legs alone are worse than the best."""
     sources, targets = _legs(request, prefills, landings, costs, limits)
     best = _pair(sources[0], targets[0], costs, limits)
-    violation, cost_s = best.violation, best.cost_s
+    broken, cost_s = best.broken, best.cost_s
     for source in sources:
-        late, source_s = source[0], source[1]
+        source_broken, source_s = source[0], source[1]
+        if source_broken > broken:  # and so are those behind it
+            break
         for landing in targets:
-            least = late + landing[0]
-            if least > violation or (least == violation and source_s + landing[1] >= cost_s):
-                continue
+            landing_broken = landing[0]
+            if landing_broken > broken:
+                break
+            if source_s + landing[1] >= cost_s:
+                if landing_broken >= source_broken:
+                    if landing_broken == broken:  # those behind it cost more, or break more
+                        break
+                elif source_broken == broken:
+                    continue
             found = _pair(source, landing, costs, limits)
-            if found.violation < violation or (found.violation == violation and found.cost_s < cost_s):
-                best, violation, cost_s = found, found.violation, found.cost_s
+            if found.broken < broken or (found.broken == broken and found.cost_s < cost_s):
+                best, broken, cost_s = found, found.broken, found.cost_s
     return best

@@ -19,7 +19,7 @@ from kvbaton.router.views import MemberView, RequestView
 from kvbaton.types import LocalError
 
 MOST_KEPT = 8
-RECORD_VERSION = 1
+RECORD_VERSION = 2  # 1 was decided without what comes later, and cannot be replayed
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ sockets, clocks, how views come to be, or how costs are learned.
 
 Policies:
 
-    cost         the placement of least estimated cost that keeps both SLOs, or else violates them least (see ``cost``)
+    cost         the placement of least estimated cost among those that keep both SLOs, or else of all (see ``cost``)
     static       a threshold of uncached tokens, as other routers have; workers by a score in prompt tokens, below
     least_load   the same threshold of prompt tokens; the workers with the fewest requests, whatever they have cached
     round_robin  the same threshold of prompt tokens; workers in turn
@@ -24,7 +24,17 @@ from typing import Literal
 
 import msgspec
 
-from kvbaton.router.cost import Candidate, FleetCosts, Limits, best_pair, landings_on, locals_, pairs, uncached
+from kvbaton.router.cost import (
+    Candidate,
+    FleetCosts,
+    Limits,
+    best_local,
+    best_pair,
+    landings_on,
+    locals_,
+    pairs,
+    uncached,
+)
 from kvbaton.router.views import MemberView, RequestView
 
 __all__ = ["REASONS", "Decision", "MemberView", "NoWorker", "PolicyConfig", "RequestView", "decide"]
@@ -169,7 +179,7 @@ def _by_cost(case: Case) -> Decision:
     forced = pools.only_local(case)
     alone = pools.locals or pools.last_resort
     landings = landings_on(request, alone, costs, limits)
-    here = _first(locals_(request, alone, costs, limits, landings))
+    here = best_local(request, alone, landings, costs, limits)
     if forced is not None:
         return _placed(case, forced, here, None)
     if len(pools.decodes) < len(alone):  # colocated workers take no hand-offs
@@ -180,15 +190,6 @@ def _by_cost(case: Case) -> Decision:
     if request.bucket >= case.config.disagg_percent:
         return _placed(case, "local_rollout", here, away, "single")
     return _placed(case, "remote", away, here, "split")
-
-
-def _first(found: list[Candidate]) -> Candidate:
-    """The least; among equals the first, whose turn it is."""
-    best = found[0]
-    for each in found[1:]:
-        if each.violation < best.violation or (each.violation == best.violation and each.cost_s < best.cost_s):
-            best = each
-    return best
 
 
 def _placed(

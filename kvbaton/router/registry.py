@@ -16,7 +16,9 @@ from kvbaton.config import MemberSettings
 from kvbaton.observe.metrics import Metrics
 from kvbaton.router.learning import Learning
 from kvbaton.router.measured import Measured
+from kvbaton.router.policy import Decision
 from kvbaton.router.prefix_index import PrefixIndex, PromptChains
+from kvbaton.router.sent import Sent, pool_shares
 from kvbaton.router.views import MemberView
 from kvbaton.types import LocalError, Role
 from kvbaton.workers.protocol import PeerAddress, WorkerInfo
@@ -42,6 +44,7 @@ class Member:
     own_requests: int = 0
     own_sequences: int = 0
     own_tokens: int = 0  # prompt tokens sent here whose first token has not come back
+    sent: Sent = field(default_factory=Sent)
     num_dispatched: int = 0
     num_failures: int = 0
     quarantined_until_s: float = 0.0
@@ -98,6 +101,7 @@ class Hold:
         member = self.member
         if member.expected:
             member.expected.pop(self, None)
+        member.sent.computed(self)
         member.own_tokens -= self.num_tokens
         self.num_tokens = 0
 
@@ -188,6 +192,7 @@ class Registry:
         previous, previous_role = member.reported, member.role
         if previous is not None and previous.info.incarnation != info.incarnation:
             self._index.forget(member.name)
+            member.sent.lost_cache()
             self._metrics.add("kvbaton_router_member_restarts_total", member.name)
         self.measured.polled(member.name, previous.info if previous is not None else None, info, self._looked_s)
         cache_tokens = info.stats.num_blocks * info.block_size
@@ -267,11 +272,9 @@ class Registry:
         self, cached_tokens: Mapping[str, int], now_s: float, excluded: frozenset[str] = frozenset()
     ) -> list[MemberView]:
         self._looked_s = now_s
-        return [
-            _view(member, member.reported.info, cached_tokens.get(member.name, 0), now_s)
-            for member in self.usable(now_s, excluded)
-            if member.reported is not None
-        ]
+        usable = [member for member in self.usable(now_s, excluded) if member.reported is not None]
+        busy = pool_shares([(member.role, member.sent) for member in usable], now_s)
+        return [_view(member, cached_tokens.get(member.name, 0), now_s, busy[member.role]) for member in usable]
 
     @property
     def max_context(self) -> int:
@@ -287,15 +290,26 @@ class Registry:
                 only_prefills = max(only_prefills, max_context)
         return longest or only_prefills
 
-    @staticmethod
-    def hold(member: Member, num_sequences: int, num_tokens: int, due_s: float | None = None) -> Hold:
-        """Account for one attempt on ``member`` until it is released. ``due_s``: when its first token is overdue."""
+    def hold(
+        self,
+        member: Member,
+        num_sequences: int,
+        num_tokens: int,
+        due_s: float | None = None,
+        decision: Decision | None = None,
+    ) -> Hold:
+        """Account for one attempt on ``member`` until it is released: ``num_tokens`` of its prompts are computed there,
+        as ``decision`` foretold. ``due_s``: when its first token is overdue."""
         hold = Hold(member, num_sequences, num_tokens)
         if due_s is not None:
             member.expected[hold] = due_s
         member.own_requests += 1
         member.own_sequences += num_sequences
         member.own_tokens += num_tokens
+        if num_tokens and decision is not None:
+            work_s, num_prompts = decision.terms.get("prefill_s", 0.0), decision.case.request.num_prompts
+            cached_tokens = decision.foretold_cached_tokens
+            member.sent.prompt(hold, num_tokens, cached_tokens, num_prompts, self._looked_s, work_s)
         member.num_dispatched += 1
         member.holds.add(hold)
         return hold
@@ -326,13 +340,15 @@ class Registry:
             assert member.own_tokens == sum(h.num_tokens for h in member.holds)
 
 
-def _view(member: Member, info: WorkerInfo, cached_tokens: int, now_s: float) -> MemberView:
+def _view(member: Member, cached_tokens: int, now_s: float, pool_busy: float) -> MemberView:
+    assert member.reported is not None
+    info, queued_tokens = member.reported.info, member.queued_tokens
     stats = info.stats
     return MemberView(
         member.name,
         member.role,
         member.num_requests,
-        member.queued_tokens,
+        queued_tokens,
         info.max_context,
         cached_tokens,
         stats.num_blocks_used * info.block_size,
@@ -340,4 +356,7 @@ def _view(member: Member, info: WorkerInfo, cached_tokens: int, now_s: float) ->
         info.chunk_tokens,
         info.max_running,
         member.overdue_s(now_s),
+        member.sent.queued_pairs(queued_tokens),
+        pool_busy,
+        member.sent.found_tokens_per_s(now_s),
     )

@@ -24,6 +24,9 @@ class MemberView(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     chunk_tokens: int = 512  # prompt tokens and decodes of one engine step
     max_running: int = 64  # sequences in one batch
     overdue_s: float = 0.0  # how much longer than estimated its oldest prompt has been on its way
+    queued_pairs: float = 0.0  # what queued tokens look at, summed over them
+    pool_busy: float = 0.0  # seconds of prefill per second that workers of its role were sent, lately
+    reused_tokens_per_s: float = 0.0  # cached tokens that prompts sent to it found, lately
 
 
 class RequestView(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvbaton.router.cost import (
+    MOST_BUSY,
     MOST_LEGS,
+    SPREAD,
     FleetCosts,
     Limits,
     LinkCost,
     WorkerCost,
+    best_local,
     best_pair,
     landings_on,
     locals_,
@@ -48,7 +51,7 @@ def test_every_term_of_an_idle_fleet() -> None:
     assert here.terms == pytest.approx(
         {
             "overhead_s": 0.002, "queue_s": 0.0, "prefill_s": 0.110, "exposed_s": 0.0, "admission_s": 0.0,
-            "first_step_s": 0.0101, "ttft_s": 0.112, "tpot_s": 0.0101, "harm_s": 0.0,
+            "first_step_s": 0.0101, "ttft_s": 0.112, "tpot_s": 0.0101, "harm_s": 0.0, "later_s": 0.0,
             "cost_s": 0.112 + 0.0101 + 20 * 0.0101, "violation": 0.0,
         }
     )  # fmt: skip
@@ -58,7 +61,7 @@ def test_every_term_of_an_idle_fleet() -> None:
     assert away.terms == pytest.approx(
         {
             "overhead_s": 0.003, "queue_s": 0.0, "prefill_s": 0.110, "exposed_s": exposed_s, "admission_s": 0.0,
-            "first_step_s": 0.0101, "ttft_s": 0.113, "tpot_s": tpot_s, "harm_s": 0.0,
+            "first_step_s": 0.0101, "ttft_s": 0.113, "tpot_s": tpot_s, "harm_s": 0.0, "later_s": 0.0,
             "cost_s": 0.113 + exposed_s + 0.0101 + 20 * tpot_s, "violation": 0.0,
         }
     )  # fmt: skip
@@ -82,6 +85,51 @@ def test_a_transfer_slower_than_prefill_shows() -> None:
 def test_blocks_the_decode_worker_has_are_not_moved() -> None:
     (away,) = pairs(request(1_000), [P], [replace(D, cached_tokens=990)], COSTS, LIMITS)
     assert away.exposed_s == pytest.approx(0.001 + 10 * 100_000 * 1e-9 / 10)
+
+
+def test_a_queue_takes_what_its_tokens_look_at_as_well() -> None:
+    """10,000 tokens take 1.1 s; looking at 20,000 tokens each, at 10 ns, another 2 s."""
+    costs = replace(COSTS, worker=replace(WORKER, prefill_pair_s=1e-8))
+    long = {"queued_tokens": 10_000, "queued_pairs": 10_000 * 20_000.0}
+    (here,) = locals_(request(1_000), [replace(D, **long)], costs, LIMITS)
+    (away,) = pairs(request(1_000), [replace(P, **long)], [D], costs, LIMITS)
+    assert here.queue_s == away.queue_s == pytest.approx(3.1)
+    short = [replace(D, name="short", queued_tokens=20_000, queued_pairs=20_000 * 500.0), replace(D, **long)]
+    assert decide(request(1_000), short, PolicyConfig(), 0, False, costs=costs).decode == "short"
+
+
+def test_work_costs_those_who_come_later_the_more_the_busier_the_worker_is() -> None:
+    """At a quarter of its time a second of work takes 3.3 x 0.25 / 0.75^2 seconds from others; at half no more than at
+    the bound."""
+    quarter = 3.3 * 0.25 / 0.75**2
+    for busy, price in ((0.0, 0.0), (0.25, quarter), (0.5, SPREAD * MOST_BUSY / (1 - MOST_BUSY) ** 2)):
+        (here,) = locals_(request(1_000), [replace(D, pool_busy=busy)], COSTS, LIMITS)
+        (away,) = pairs(request(1_000), [replace(P, pool_busy=busy)], [D], COSTS, LIMITS)
+        assert here.later_s == away.later_s == pytest.approx(price * 0.110)
+        assert away.cost_s == pytest.approx(0.113 + 0.011 + 0.0101 + 20 * away.tpot_s + price * 0.110)
+
+
+def test_work_that_a_cache_saves_counts_more_than_the_wait_for_it() -> None:
+    """4,000 cached tokens save 440 ms of work: worth a wait of as much on an idle fleet, and of more on a busy one."""
+    holder = replace(D, name="holder", cached_tokens=4_000)
+    price = 3.3 * 0.25 / 0.75**2
+    for busy, worth_s in ((0.0, 0.440), (0.25, 0.440 * (1 + price))):
+        for share, chosen in ((0.95, "holder"), (1.05, "d")):
+            queued_tokens = round(share * worth_s / 1.1e-4)
+            members = [replace(D, pool_busy=busy), replace(holder, pool_busy=busy, queued_tokens=queued_tokens)]
+            placed = decide(request(5_000), members, PolicyConfig(ttft_slo_s=5.0), 0, False, costs=COSTS)
+            assert placed.decode == chosen, (busy, share)
+
+
+def test_work_stays_away_from_what_is_asked_for_again() -> None:
+    """1 s of prefill where 2,000 cached tokens a second are found, worth 0.2 s: that much of it is done twice."""
+    hot = replace(D, name="hot", reused_tokens_per_s=2_000.0)
+    (here, there) = locals_(request(9_000), [D, hot], COSTS, LIMITS)
+    assert there.later_s - here.later_s == pytest.approx(here.prefill_s * 0.2)
+    (away,) = pairs(request(9_000), [replace(hot, role="prefill")], [D], COSTS, LIMITS)
+    assert away.later_s == pytest.approx(away.prefill_s * 0.2)
+    for turn in range(2):
+        assert decide(request(9_000), [hot, D], PolicyConfig(), turn, False, costs=COSTS).decode == "d"
 
 
 # -- which side of the break-even ----------------------------------------------------------------------------------
@@ -144,9 +192,22 @@ def test_of_two_that_break_a_limit_the_lesser_evil() -> None:
     assert chosen.decode == "d" and chosen.terms["violation"] > 0
 
 
+def test_what_is_late_anywhere_goes_where_it_costs_least() -> None:
+    """Of 30,000 tokens all but 1,000 are cached behind 35,000 others: 3.9 s to wait for 0.1 s of work, or 3.3 s of work
+    elsewhere. Both are late; on a busy fleet the work is spared."""
+    holder = replace(D, name="holder", cached_tokens=29_000, queued_tokens=35_000, pool_busy=0.25)
+    chosen = decide(request(30_000), [replace(D, pool_busy=0.25), holder], PolicyConfig(), 0, False, costs=COSTS)
+    assert chosen.decode == "holder" and chosen.terms["violation"] > 0.9
+    shorter = replace(holder, cached_tokens=8_000)
+    chosen = decide(request(9_000), [replace(D, pool_busy=0.25), shorter], PolicyConfig(), 0, False, costs=COSTS)
+    assert chosen.decode == "d", "there it is in time"
+
+
 def test_no_room_is_tried_last() -> None:
     full, other = replace(D, free_tokens=500), replace(D, name="other", num_requests=30, free_tokens=5_000)
     assert decide(request(1_000), [full, other], PolicyConfig(), 0, False, costs=COSTS).decode == "other"
+    late = replace(other, queued_tokens=40_000)
+    assert decide(request(1_000), [full, late], PolicyConfig(), 0, False, costs=COSTS).decode == "other"
 
 
 def test_what_hangs_is_left_alone() -> None:
@@ -186,6 +247,9 @@ def fleets(draw: st.DrawFn) -> tuple[list[MemberView], FleetCosts]:
             draw(st.sampled_from((64, 512, 2_048))),
             draw(st.integers(1, 64)),
             draw(st.floats(0, 10)),
+            draw(st.floats(0, 1e10)),
+            draw(st.floats(0, 3)),
+            draw(st.floats(0, 1e5)),
         )
         for i in range(draw(st.integers(0, 10)))
     ]
@@ -237,6 +301,10 @@ def test_the_choice_is_the_best_of_all_placements(
     members, costs = fleet
     prefills = [m for m in members if m.role == "prefill"]
     decodes = [m for m in members if m.role == "decode"]
+    if members:
+        every = locals_(view, members, costs, LIMITS)
+        here = best_local(view, members, landings_on(view, members, costs, LIMITS), costs, LIMITS)
+        assert here == min(every, key=lambda each: each.rank), "the first of the best"
     if prefills and decodes:
         every = pairs(view, prefills, decodes, costs, LIMITS)
         landings = landings_on(view, decodes, costs, LIMITS)
@@ -257,7 +325,7 @@ def test_more_in_the_queue_is_never_cheaper(
         before += [by_name[each.prefill, each.decode] for each in paired]
         after += paired
     for short, long in zip(before, after, strict=True):
-        assert long.cost_s >= short.cost_s and long.violation >= short.violation
+        assert long.cost_s >= short.cost_s and long.violation >= short.violation and long.broken >= short.broken
 
 
 def test_cold_start_is_of_the_right_order() -> None:

@@ -8,8 +8,10 @@ import pytest
 
 from kvbaton.config import MemberSettings
 from kvbaton.observe.metrics import Metrics
+from kvbaton.router.policy import PolicyConfig, decide
 from kvbaton.router.prefix_index import PrefixIndex, PromptChains
 from kvbaton.router.registry import Registry
+from kvbaton.router.views import MemberView, RequestView
 from kvbaton.types import Fingerprint, LocalError
 from kvbaton.workers.protocol import WorkerInfo, WorkerStats
 
@@ -58,6 +60,22 @@ def test_load_is_the_report_plus_what_was_sent_since(registry: Registry) -> None
         assert (member.num_requests, member.queued_tokens) == (5, 200)
         registry.check()
     assert (member.num_requests, member.own_sequences, member.own_tokens) == (3, 0, 0)
+
+
+def test_a_view_tells_what_the_router_sent_there(registry: Registry) -> None:
+    """What queued tokens look at until the first token, and for a while how busy that made it and what was found."""
+    member = registry.members[1]
+    views = [MemberView("d0", "decode", 0, 0, 9_000, cached_tokens=1_000)]
+    decision = decide(RequestView(1_300, 1, 1_300, 1_400), views, PolicyConfig(), 0, False)
+    with registry.hold(member, 1, 300, decision=decision) as hold:
+        view = registry.views({}, 0.0)[1]
+        assert view.queued_pairs == 300 * 1_150
+        assert view.pool_busy > 0.0 and view.reused_tokens_per_s > 0.0
+        hold.first_token()
+        view = registry.views({}, 0.0)[1]
+        assert view.queued_pairs == 0.0 and view.pool_busy > 0.0 and view.reused_tokens_per_s > 0.0
+    registry.answered(member, info(incarnation="another"))
+    assert registry.views({}, 0.0)[1].reused_tokens_per_s == 0.0, "its cache is gone"
 
 
 def test_a_hold_is_given_back_on_any_way_out(registry: Registry) -> None:
