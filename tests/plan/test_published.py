@@ -76,8 +76,8 @@ def mooncake_ratio(shared: Shared, hardware: str, batch: int) -> float:
 def test_mooncake_synthetic_is_near_one_to_one_only_where_few_decode_together(
     shared: Shared, hardware: str, at_4: float, at_8: float, at_16: float
 ) -> None:
-    """Published as near 1:1. It is, at 6 (A100) to 8 (H100) sequences a decode step; the batch decides, and the trace
-    does not say it, so 1:1 is no prediction of ours. With twice the batch it is 2:1."""
+    """From times of the phases alone the batch decides: 1:1 at 6 (A100) to 8 (H100) sequences a step, 2:1 at twice as
+    many. How many do decode together follows from rate and step time, which test_pool_ratio simulates."""
     ratios = [mooncake_ratio(shared, hardware, batch) for batch in (4, 8, 16)]
     assert ratios == pytest.approx([at_4, at_8, at_16], rel=0.02)
     assert ratios[0] < 1.0 < ratios[2]
