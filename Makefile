@@ -69,6 +69,10 @@ peers: $(VENV)/.tested ## install vLLM and llama.cpp for the benchmarks (about 5
 drill: $(VENV)/.installed ## fifty seeded runs of failures on a fleet with a tiny model (`make drill ARGS='--runs 5'`)
 	@$(VENV)/bin/kvbaton drill --prefill 2 --decode 2 --model tiny --runs 50 --per-run 4 --seed 0 --report out/drill $(ARGS)
 
+.PHONY: simulate
+simulate: $(VENV)/.tested ## 10,000 seeds of a whole fleet on a virtual clock, in minutes (`make simulate ARGS='--seed 7 --story'`)
+	@$(VENV)/bin/python -m tests.simulation --seeds 10000 --processes $(TEST_PROCESSES) $(ARGS)
+
 bench-engine: peers ## prefill, TPOT and output rate, one core each, against vLLM, llama.cpp and transformers
 	@$(VENV)/bin/python -m benchmarks.engine $(ARGS)
 

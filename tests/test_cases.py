@@ -59,6 +59,18 @@ def test_every_case_has_a_test_that_names_it_or_a_reason() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def summary() -> str:
+    """What docs/reliability.md counts: ``python tests/test_cases.py``."""
+    how = rows().values()
+    tests = {reference for each in how for reference in REFERENCE.findall(each)}
+    missing = sum(each.startswith("cannot apply: ") for each in how)
+    return f"{len(how)} cases: {len(how) - missing} are shown by {len(tests)} tests, {missing} cannot apply"
+
+
 def test_few_cases_cannot_apply() -> None:
     """A reason is no way out: it is for what kvbaton does not have at all."""
     assert sum(how.startswith("cannot apply: ") for how in rows().values()) <= 3
+
+
+if __name__ == "__main__":
+    print(summary())

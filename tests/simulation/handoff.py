@@ -68,7 +68,7 @@ async def _handshake(address: tuple[str, int], ours: Identity) -> tuple[Any, Hel
     return wire.ends[0], reply
 
 
-async def _open_source(connection: Any, address: Any, reply: HelloReply, executor: Any) -> SimSource:
+async def _open_source(connection: Any, address: Any, reply: HelloReply, *_: Any) -> SimSource:
     world = current_world()
     lender = world.processes_by_life[reply.identity.incarnation]
     return SimSource(world, lender, connection._channel._transport._end.process, connection, reply.data_token)

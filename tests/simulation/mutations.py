@@ -96,14 +96,13 @@ def error_not_told() -> list[Change]:
 
 def count_leaks() -> list[Change]:
     """An attempt that ends with an error stays counted on its worker."""
-
     release = Hold.release
 
-    def forget(self: Hold) -> None:
-        if sys.exception() is None:
+    def forgetful(self: Any) -> None:
+        if sys.exc_info()[0] is None:
             release(self)
 
-    return [(Hold, "release", forget)]
+    return [(Hold, "release", forgetful)]
 
 
 def restart_not_noticed() -> list[Change]:
@@ -113,7 +112,7 @@ def restart_not_noticed() -> list[Change]:
     def deaf(self: Any, worker: str, life: str, *rest: Any) -> None:
         heard_of(self, worker, self._lives.get(worker, life), *rest)
 
-    return [(PrefixIndex, "heard_of", deaf)]
+    return [(PrefixIndex, "heard_of", deaf), (PrefixIndex, "forget", lambda self, worker: None)]
 
 
 def gap_ignored() -> list[Change]:
@@ -159,17 +158,17 @@ def minimum_ignored() -> list[Change]:
 MUTATIONS: dict[Callable[[], list[Change]], int] = {
     lease_ignored: 400,
     generation_ignored: 1000,
-    copies_not_awaited: 60,
-    acknowledged_too_early: 30,
+    copies_not_awaited: 20,
+    acknowledged_too_early: 10,
     ticket_not_revoked: 10,
-    answered_twice: 60,
-    error_not_told: 30,
-    count_leaks: 30,
-    restart_not_noticed: 30,
-    gap_ignored: 30,
+    answered_twice: 20,
+    error_not_told: 20,
+    count_leaks: 10,
+    restart_not_noticed: 60,
+    gap_ignored: 10,
     expected_for_ever: 10,
-    ghost_stays: 60,
-    minimum_ignored: 100,
+    ghost_stays: 20,
+    minimum_ignored: 20,
 }
 
 

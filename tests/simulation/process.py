@@ -117,6 +117,7 @@ class WorkerProcess(Process):
             self.life, BLOCK_SIZE, native._take_kv_snapshot, self.clock, self.world.plan.event_log_hashes
         )
         self.engine.on_block_events = native.kv_events.append
+        native._nixl = None
         native._bridge, native._server, native._client, native._past = _Bridge(self.world.loop), None, None, _Moved()
         pool: Any = self.engine.pool
         identity = Identity(FINGERPRINT, LAYOUT, pool.num_blocks, self.life, HostIdentity("boot", 1))

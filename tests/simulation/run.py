@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from .plan import draw
+from .process import WorkerProcess
 from .world import World
 
 _BATCH = 50
@@ -23,7 +24,7 @@ _BATCH = 50
 class Result:
     seed: int
     error: str  # empty: every invariant held
-    counts: Counter[str]  # of requests by outcome, and of faults that struck
+    counts: Counter[str]  # of requests by outcome, of faults drawn, and of what they met
     story: tuple[str, ...] = ()
     traceback: str = ""
 
@@ -46,7 +47,21 @@ def run_seed(seed: int, keep_story: bool = True) -> Result:
             where = traceback.format_exception(found)
     counts = Counter(request.outcome or "unfinished" for request in world.requests)
     counts["faults"] = len(world.plan.faults)
+    for process in world.processes_by_life.values():
+        _count_handoffs(counts, process)
     return Result(seed, error, counts, tuple(world.story.lines()) if keep_story else (), "".join(where))
+
+
+def _count_handoffs(counts: Counter[str], process: WorkerProcess) -> None:
+    stats = process.engine.stats()
+    counts["lives"] += 1
+    counts["leases expired"] += stats.num_lease_expiries
+    counts["preemptions"] += stats.num_preemptions
+    if (client := process.native._client) is not None:
+        pulls = client.stats()
+        counts["hand-offs"] += pulls.num_done
+        counts["hand-offs failed"] += pulls.num_failed
+        counts["hand-offs aborted"] += pulls.num_aborted
 
 
 def run_seeds(first: int, num_seeds: int, processes: int = 1) -> Total:
@@ -71,7 +86,7 @@ def _batch(start: int, size: int) -> list[Result]:
 def _add(total: Total, batch: list[Result]) -> None:
     for result in batch:
         total.num_seeds += 1
-        total.counts += result.counts
+        total.counts.update(result.counts)
         if result.error:
             total.failed.append(result)
 
