@@ -6,9 +6,9 @@
 ratio that a plan for chat would give. A real Prometheus (on the PATH) scrapes router and workers and evaluates the
 rules that ``kvbaton deploy`` writes, with windows of seconds in place of minutes. The traffic is Azure's conversation
 trace until half time and Mooncake's from then on: their requests in order, with lengths scaled to a model this small
-(--prompt-scale, --output-scale) and prompts of random words, which no cache has. So many users (--chat-users,
---documents-users) ask at once, each the next request when the last is answered: the traces' own arrivals would overload
-a machine of unknown speed, or leave it idle.
+(--chat-scale, --documents-scale, --output-scale) and prompts of random words, which no cache has. So many users
+(--chat-users, --documents-users) ask at once, each the next request when the last is answered: the traces' own arrivals
+would overload a machine of unknown speed, or leave it idle.
 
 What must happen, and exit code 1 if it does not: no alert on the ratio in the minute before half time, one after; the
 page and the router's gauge say so; a prefill worker is added, a decode worker drained; and no request fails.
@@ -42,7 +42,7 @@ from kvbaton.deploy.rules import Gates, render_rules
 from kvbaton.plan.workload import read_trace
 from kvbaton.router import control
 
-BAND = (0.5, 3.0)
+BAND = (0.2, 1.5)
 GATES = Gates(
     ttft_s=4.0, tpot_s=0.25, ratio_low=BAND[0], ratio_high=BAND[1], window="30s", hold="15s", ratio_window="1m",
     ratio_hold="15s",
@@ -50,14 +50,14 @@ GATES = Gates(
 ALERT = "KvbatonRatioDrift"
 CHAT, DOCUMENTS = "azure-llm-2023/AzureLLMInferenceTrace_conv.csv", "mooncake-fast25/conversation_trace.jsonl"
 UP = [
-    *("up", "--autoscale", "--prefill", "1", "--decode", "2", "--prefill-max", "2", "--decode-max", "2"),
+    *("up", "--autoscale", "--prefill", "1", "--decode", "2", "--prefill-max", "3", "--decode-max", "2"),
     *("--threshold-tokens", "0", "--kv-memory", "384", "--threads", "1", "--plan-band", f"{BAND[0]:g},{BAND[1]:g}"),
     *("--scale-interval-s", "1", "--scale-queue-delay-s", "6", "--scale-sequences", "4"),
     *("--scale-shrink-after-s", "30", "--scale-start-s", "8", "--ttft-slo-s", "4", "--tpot-slo-s", "0.25"),
     *("--port", "0", "--json"),
 ]
 MOST_PROMPT, MOST_OUTPUT = 1700, 256  # of the model's 2048
-START_S, END_S, SCRAPE_S = 240.0, 120.0, 2
+START_S, END_S, SCRAPE_S, RAMP_S = 240.0, 120.0, 2, 10.0
 
 
 # -- traffic -------------------------------------------------------------------------------------------------------
@@ -67,14 +67,15 @@ class Shape(msgspec.Struct, frozen=True):
     half_s: float
     most_s: float  # of documents, should not all have happened before
     chat_users: int
+    chat_scale: float  # of prompts
     documents_users: int
-    prompt_scale: float
+    documents_scale: float
     output_scale: float
 
 
-def lengths_of(path: Path, shape: Shape) -> Iterator[tuple[int, int]]:
+def lengths_of(path: Path, prompt_scale: float, output_scale: float) -> Iterator[tuple[int, int]]:
     """Prompt and output tokens of a trace's requests, in its order."""
-    for each in read_trace(path, Random(0)).scaled(shape.prompt_scale, shape.output_scale).requests:
+    for each in read_trace(path, Random(0)).scaled(prompt_scale, output_scale).requests:
         yield min(MOST_PROMPT, each.prompt_tokens), min(MOST_OUTPUT, max(2, each.output_tokens))
 
 
@@ -110,6 +111,7 @@ async def users(url: str, num: int, lengths: Iterator[tuple[int, int]], stop: as
 
         for _ in range(num):
             group.create_task(one())
+            await asyncio.sleep(RAMP_S / num)  # not all in one moment, which no trace has
 
 
 # -- the fleet and its Prometheus ----------------------------------------------------------------------------------
@@ -235,7 +237,8 @@ class Run:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
             asyncio.TaskGroup() as group,
         ):
-            group.create_task(users(url, shape.chat_users, lengths_of(data / CHAT, shape), documents, self))
+            chat = lengths_of(data / CHAT, shape.chat_scale, shape.output_scale)
+            group.create_task(users(url, shape.chat_users, chat, documents, self))
             while not over.is_set():
                 await name_targets(self._pid, self._targets)
                 now = await look(http, url, self._watcher, self.now_s)
@@ -246,7 +249,7 @@ class Run:
                         group.create_task(self._picture(name))
                 if now.at_s >= shape.half_s and not documents.is_set():
                     documents.set()
-                    longs = lengths_of(data / DOCUMENTS, shape)
+                    longs = lengths_of(data / DOCUMENTS, shape.documents_scale, shape.output_scale)
                     group.create_task(users(url, shape.documents_users, longs, over, self))
                 if self._all_seen(now) or now.at_s > shape.half_s + shape.most_s:
                     await self._picture("after")
@@ -254,7 +257,8 @@ class Run:
                 await asyncio.sleep(1.0)
 
     def _all_seen(self, now: Look) -> bool:
-        return {"before", "alert", "prometheus"} <= set(self.record.pictures) and (now.prefill, now.decode) == (2, 1)
+        pictures = {"before", "alert", "prometheus"} <= set(self.record.pictures)
+        return pictures and self.record.grown() is not None and self.record.shrunk() is not None
 
     def _due(self, now: Look) -> dict[str, bool]:
         alarmed = ALERT in now.firing and now.at_s > self._shape.half_s
@@ -317,14 +321,15 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("docs/reports/drift"))
     default = os.environ.get("KVBATON_SHARED") or Path(__file__).resolve().parents[2] / "shared"
     parser.add_argument("--shared", type=Path, default=Path(default))
-    parser.add_argument("--half-s", type=float, default=180.0, help="of chat")
+    parser.add_argument("--half-s", type=float, default=100.0, help="of chat")
     parser.add_argument("--most-s", type=float, default=300.0, help="of documents, should not all have happened before")
     parser.add_argument("--chat-users", type=int, default=8)
     parser.add_argument("--documents-users", type=int, default=4)
-    parser.add_argument("--prompt-scale", type=float, default=1 / 8)
+    parser.add_argument("--chat-scale", type=float, default=1 / 24, help="of prompt lengths")
+    parser.add_argument("--documents-scale", type=float, default=1 / 8, help="of prompt lengths")
     parser.add_argument("--output-scale", type=float, default=1 / 3)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    wanted = Shape(given.half_s, given.most_s, given.chat_users, given.documents_users, given.prompt_scale,
-                   given.output_scale)  # fmt: skip
+    wanted = Shape(given.half_s, given.most_s, given.chat_users, given.chat_scale, given.documents_users,
+                   given.documents_scale, given.output_scale)  # fmt: skip
     sys.exit(asyncio.run(main(given.out, given.shared / "data", wanted)))
