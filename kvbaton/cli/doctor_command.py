@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 @click.option("--probe/--no-probe", default=True, show_default=True, help="Ask other engines for one token each.")
 @click.option("--tokens", type=click.IntRange(1), default=1024, show_default=True, help="Prompt of a hand-off.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Hand-offs of each pair.")
+@click.option("--timeout-s", type=click.FloatRange(1), default=60.0, show_default=True, help="For a model to answer.")
 @click.option("--min-gb-per-s", type=click.FloatRange(0), default=0.0, help="A slower pair is an error.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def doctor_command(
-    targets: tuple[str, ...], pid: int | None, config: Path | None, as_json: bool, min_gb_per_s: float, **how: int
+    targets: tuple[str, ...], pid: int | None, config: Path | None, as_json: bool, min_gb_per_s: float, **how: Any
 ) -> int:
     """Look at every server of a fleet before any traffic, and say what is wrong and the fix.
 
@@ -58,13 +59,13 @@ def doctor_command(
     return int(any(finding.severity == "error" for finding in findings))
 
 
-async def _examine(given: tuple[str, ...], pid: int | None, config: Path | None, how: dict[str, int]) -> Examination:
-    from kvbaton.doctor.examine import examine
+async def _examine(given: tuple[str, ...], pid: int | None, config: Path | None, how: dict[str, Any]) -> Examination:
+    from kvbaton.doctor.examine import How, examine
 
     targets, key = await _targets(given, pid, config)
-    api_key = os.environ.get("VLLM_API_KEY", "")
     num_tokens = how["tokens"] if how["measure"] else 0
-    return await examine(targets, key, api_key, bool(how["probe"]), num_tokens, how["repeats"])
+    what = How(how["probe"], num_tokens, how["repeats"], how["timeout_s"])
+    return await examine(targets, key, os.environ.get("VLLM_API_KEY", ""), what)
 
 
 async def _targets(given: tuple[str, ...], pid: int | None, config: Path | None) -> tuple[list[Target], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import aiohttp
 
@@ -12,17 +13,24 @@ from kvbaton.doctor.look import Asking, look_at_all
 from kvbaton.doctor.measure import measure_pairs
 
 
-async def examine(
-    targets: Sequence[Target], key: str, api_key: str, probe: bool, num_tokens: int, repeats: int
-) -> Examination:
-    """``num_tokens`` of each prompt that is handed off; 0: none is."""
+@dataclass(frozen=True)
+class How:
+    """What is done besides reading."""
+
+    probe: bool = True  # servers of other engines are asked for one token each
+    num_tokens: int = 0  # of each prompt that is handed off; 0: none is
+    repeats: int = 1
+    model_s: float = 60.0  # for an answer that a model has to compute
+
+
+async def examine(targets: Sequence[Target], key: str, api_key: str, how: How) -> Examination:
     async with aiohttp.ClientSession(trust_env=False) as session:
-        asking = Asking(session)
-        servers = await look_at_all(asking, targets, key, api_key, probe)
+        asking = Asking(session, how.model_s)
+        servers = await look_at_all(asking, targets, key, api_key, how.probe)
         pairs = [
             (prefill, decode)
             for prefill, decode in pairs_of(servers)
             if prefill.engine == decode.engine == "kvbaton" and prefill.kv_host and not prefill.kv_trouble
         ]
-        found = await measure_pairs(asking, pairs, key, num_tokens, repeats) if key and num_tokens else []
+        found = await measure_pairs(asking, pairs, key, how.num_tokens, how.repeats) if key and how.num_tokens else []
     return Examination(tuple(servers), tuple(found))

@@ -44,10 +44,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Asking:
-    """Questions with a deadline. RemoteError when nobody answers."""
+    """Questions with a deadline. RemoteError when nobody answers. ``model_s``: of those that a model has to answer."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, model_s: float) -> None:
         self._session = session
+        self.model_s = model_s
 
     async def get(self, url: str, headers: Mapping[str, str] | None = None) -> Answer:
         return await self._ask("GET", url, None, headers)

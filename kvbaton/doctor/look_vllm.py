@@ -20,7 +20,6 @@ from kvbaton.doctor.facts import ServerFacts
 if TYPE_CHECKING:
     from kvbaton.doctor.look import Answer, Asking
 
-_PROBE_S = 60.0  # for one token of an idle server, which may be a slow one
 _SIDE_CHANNEL_S = 5.0
 _PROBE_BLOCKS = 2  # fewer full blocks and there would be nothing to offer
 _ASK_METADATA = msgspec.msgpack.encode((b"get_meta_msg", 0, 0))
@@ -100,7 +99,7 @@ async def _probe(asking: Asking, facts: ServerFacts, headers: dict[str, str]) ->
         "temperature": 0,
         "kv_transfer_params": _OFFER,
     }
-    answer = await asking.post(facts.url + "/v1/completions", body, headers, _PROBE_S)
+    answer = await asking.post(facts.url + "/v1/completions", body, headers, asking.model_s)
     told = answer.json()
     if answer.status != 200 or not isinstance(told, dict):
         return msgspec.structs.replace(

@@ -19,8 +19,6 @@ from kvbaton.types import RemoteError
 from kvbaton.workers.generation import REPORT_HEADER
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, PeerAddress, RequestReport
 
-_REQUEST_S = 120.0  # a prompt of the longest kind, on a slow machine
-
 
 async def measure_pairs(
     asking: Asking, pairs: Sequence[tuple[ServerFacts, ServerFacts]], key: str, num_tokens: int, repeats: int
@@ -61,17 +59,17 @@ async def _once(asking: Asking, prefill: ServerFacts, decode: ServerFacts, key: 
         "ignore_eos": True,
         "cache_salt": salt,
     }
-    warm = await asking.post(f"{prefill.url}/v1/completions", {**body, "max_tokens": 1}, None, _REQUEST_S)
+    warm = await asking.post(f"{prefill.url}/v1/completions", {**body, "max_tokens": 1}, None, asking.model_s)
     _expect(warm.status, warm.body, prefill.name)
     internal = InternalRequest(
         request_id=secrets.token_hex(12),
         prompt_token_ids=(tuple(prompt),),
         prefill=PeerAddress(prefill.kv_host, prefill.kv_port),
-        deadline_s=_REQUEST_S,
+        deadline_s=asking.model_s,
         cache_salt=salt,
     )
     headers = {INTERNAL_KEY_HEADER.decode(): key}
-    answer = await asking.post(f"{decode.url}/v1/completions", {**body, "kvbaton": internal}, headers, _REQUEST_S)
+    answer = await asking.post(f"{decode.url}/v1/completions", {**body, "kvbaton": internal}, headers, asking.model_s)
     _expect(answer.status, answer.body, decode.name)
     try:
         return msgspec.json.decode(answer.headers.get(REPORT_HEADER.decode(), ""), type=RequestReport)

@@ -18,7 +18,8 @@ from router.processes import FLAGS, KEY, Process
 
 def run(*arguments: str, key: str = KEY, expected: int) -> dict[str, Any]:
     environ = {**os.environ, "KVBATON_INTERNAL_KEY": key}
-    command = [sys.executable, "-m", "kvbaton.cli.main", "doctor", "--json", "--tokens", "100", *arguments]
+    command = [sys.executable, "-m", "kvbaton.cli.main", "doctor", "--json", "--tokens", "100", "--timeout-s", "200"]
+    command += arguments
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=240)
     assert done.returncode == expected, done.stdout + done.stderr
     return json.loads(done.stdout) if done.stdout else {"error": done.stderr}

@@ -18,14 +18,14 @@ import zmq.asyncio
 from aiohttp import web
 from workers.sglang_server import listen, sglang_pair
 
-from kvbaton.doctor.examine import examine
+from kvbaton.doctor.examine import How, examine
 from kvbaton.doctor.facts import Examination, ServerFacts, Target
 from kvbaton.doctor.findings import diagnose
 from kvbaton.doctor.look import Answer, skew_of
 
 
 async def looked_at(*targets: Target, probe: bool = True, api_key: str = "") -> Examination:
-    return await examine(targets, "", api_key, probe, 0, 1)
+    return await examine(targets, "", api_key, How(probe=probe))
 
 
 def codes(found: Examination) -> list[str]:

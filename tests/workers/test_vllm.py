@@ -1,6 +1,6 @@
 """The vLLM adapter against a server that answers as vLLM 0.32 was seen to: both legs, and everything that can go wrong.
 
-Real vLLM was run by hand behind it: docs/engines.md says how, and what was seen.
+Real vLLM is behind it in tests/integration/test_vllm_fleet.py; docs/engines.md says what was seen.
 """
 
 from __future__ import annotations
