@@ -101,6 +101,9 @@ async def _look_at(asking: Asking, target: Target, key: str, api_key: str, probe
         version = await asking.get(target.url + "/version")
         skew_s = skew_of(version)
         told = version.json()
+        if target.role == "router" and version.status != 200:
+            trouble = f"it answers {version.status} to /version: no worker is ready yet"
+            return [msgspec.structs.replace(facts, trouble=trouble)]
         if version.status == 200 and isinstance(told, dict) and "kvbaton" in told:
             found = await _look_at_ours(asking, target, told, key, probe)
         elif (sglang := await look_at_sglang(asking, facts, api_key)) is not None:
