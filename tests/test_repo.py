@@ -68,7 +68,8 @@ IMPURE_IMPORTS = {
     "torch",
     "uuid",
 }
-OPTIONAL = ("engine", "kubernetes", "nixl", "otel", "parquet", "vllm")  # extras that the package itself imports when they are there
+# Extras that the package itself imports when they are there.
+OPTIONAL = ("engine", "kubernetes", "nixl", "otel", "parquet", "vllm")
 # Where the name to import differs from the name to install.
 IMPORT_NAMES = {"opentelemetry_sdk": "opentelemetry", "pyyaml": "yaml", "pyzmq": "zmq"}
 

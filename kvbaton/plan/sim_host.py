@@ -48,7 +48,7 @@ class SharedMachine:
         return self._cores.worker_wait_s if worker in self._tokens_per_s else 0.0
 
     def step_s(self, worker: Hashable, alone_s: float, num_outputs: int, prefill: bool = False) -> float:
-        """Of the step the worker begins now: ``num_outputs`` rows are tokens for clients; ``prefill``: it has a prompt."""
+        """Of the step the worker begins now: ``num_outputs`` rows are tokens for clients; ``prefill``: has a prompt."""
         cores = self._cores
         self._prefilling.discard(worker)
         beside_prefill = bool(self._prefilling)
