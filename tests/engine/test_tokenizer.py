@@ -96,6 +96,7 @@ def test_pieces_join_to_the_librarys_full_decode(tiny_model_dir: Path, ids: list
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(st.sampled_from("helo wé漢🙂\n"), max_size=30))
 def test_pieces_never_split_a_character(tiny_model_dir: Path, fallback_dir: Path, text: str) -> None:
+    """AP-15"""
     for path in (tiny_model_dir, fallback_dir):
         tokenizer = Tokenizer.load(path)
         detokenizer = Detokenizer(tokenizer, starts_text=True)

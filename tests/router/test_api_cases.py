@@ -136,25 +136,6 @@ async def test_ap_13_a_stop_string_across_the_hand_off_is_never_sent(split: Real
     assert (await split.ask(endpoint, **body, stop=never))["choices"][0] == choice
 
 
-async def test_ap_15_a_character_whose_bytes_come_from_both_workers(split: RealFleet, single: RealFleet) -> None:
-    """The two bytes of a letter are two tokens: prefill samples the first, decode the second. No others may come."""
-    tokenizer = split.workers["d0"].tokenizer
-    letter, first, second = next((c, *ids) for c in "éñøžжλ" if len(ids := tokenizer.encode(c)) == 2)
-    bias = {str(i): -100 for i in range(tokenizer.vocab_size) if i not in (first, second)}
-    body = {"prompt": PROMPT, "temperature": 2, "seed": 1, "n": 40, "logit_bias": bias}
-    for max_tokens in (1, 2):  # one: the character is cut in the middle
-        whole = (await split.ask(**body, max_tokens=max_tokens))["choices"]
-        assert [c["text"] for c in whole] == [
-            c["text"] for c in (await single.ask(**body, max_tokens=max_tokens))["choices"]
-        ]
-        events = await events_of(split, **body, max_tokens=max_tokens)
-        assert [text_of(events, i) for i in range(40)] == [choice["text"] for choice in whole]
-        letters = [choice["index"] for choice in whole if choice["text"] == letter]
-        assert bool(letters) == (max_tokens == 2), "some of forty are the letter"
-        parts = [c for event in events for c in event["choices"] if c["index"] in letters]
-        assert not any("\ufffd" in part["text"] for part in parts), "half of it was sent"
-
-
 async def test_ap_18_a_model_without_a_template_still_completes(tiny_model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tiny_model_dir / "tokenizer.json").read_bytes())
     config = json.loads((tiny_model_dir / "tokenizer_config.json").read_text())

@@ -156,7 +156,7 @@ def minimum_ignored() -> list[Change]:
 
 # In how many seeds, from 0 on, each is found at the latest.
 MUTATIONS: dict[Callable[[], list[Change]], int] = {
-    lease_ignored: 400,
+    lease_ignored: 60,
     generation_ignored: 1000,
     copies_not_awaited: 20,
     acknowledged_too_early: 10,
@@ -164,7 +164,7 @@ MUTATIONS: dict[Callable[[], list[Change]], int] = {
     answered_twice: 20,
     error_not_told: 20,
     count_leaks: 10,
-    restart_not_noticed: 60,
+    restart_not_noticed: 20,
     gap_ignored: 10,
     expected_for_ever: 10,
     ghost_stays: 20,

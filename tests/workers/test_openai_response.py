@@ -97,6 +97,7 @@ def test_stop_strings_across_tokens(
 
 
 def test_a_character_cut_by_max_tokens_ends_alike_in_both_ways(tokenizer: Tokenizer) -> None:
+    """AP-15"""
     token_ids = tokenizer.encode("a\U0001f600")[:-1]
     whole, chunks = both_ways(tokenizer, "completions", outputs(token_ids), SamplingParams())
     assert whole["choices"][0]["text"] == text_of(chunks, "completions")
