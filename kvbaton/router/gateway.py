@@ -192,7 +192,7 @@ class Gateway:
             flight.lifecycle.on(Event.FAIL if exchange.started or failure.status not in REFUSALS else Event.REFUSE)
         if exchange.started:
             self._metrics.add("kvbaton_router_broken_streams_total")
-            await exchange.end(error_event(failure))
+            await exchange.end_soon(error_event(failure))
         else:
             decided = [(b"x-kvbaton-decision", flight.reason.encode())] if flight.decisions else []
             await exchange.fail(failure, [*flight.response_headers, *decided])

@@ -148,7 +148,7 @@ class Generation:
                 raise cause from None
             answer = self._host.unexpected(cause)
             log.warning("stream broken: %s", cause)
-            await self._exchange.end(error_event(answer))
+            await self._exchange.end_soon(error_event(answer))
             return "error"
 
     async def _pump_with_siblings(self, index: int, deadline_s: float) -> None:

@@ -137,7 +137,8 @@ class Exchange:
         began_s = loop.time()
         timeout = asyncio.timeout(timeout_s)
         if claim is not None:
-            claim.arriving(began_s, lambda: timeout.reschedule(loop.time()))
+            # One that is over already, but has not heard of it yet, cannot be ended again.
+            claim.arriving(began_s, lambda: None if timeout.expired() else timeout.reschedule(loop.time()))
         try:
             async with timeout:
                 return await self._body_in_parts(max_bytes, claim, loop)
@@ -217,9 +218,20 @@ class Exchange:
             return
         await self._send({"type": "http.response.body", "body": part, "more_body": False})
 
+    async def end_soon(self, part: bytes) -> None:
+        """``end``, where nothing else bounds the wait: a client that does not read is left alone."""
+        try:
+            async with asyncio.timeout(LINGER_S):
+                await self.end(part)
+        except TimeoutError:
+            if self._cycle is not None:
+                self._cycle.transport.abort()
+
     async def answer(self, status: int, body: bytes, headers: Headers = ()) -> None:
         await self.start(status, [JSON_HEADER, (b"content-length", b"%d" % len(body)), *headers])
-        await self.end(b"" if self.method == "HEAD" else body)
+        body = b"" if self.method == "HEAD" else body
+        if not self.put_now(body, False):
+            await self.end_soon(body)
 
     @property
     def may_put_now(self) -> bool:
@@ -232,7 +244,7 @@ class Exchange:
 
     async def answer_text(self, body: bytes, content_type: bytes) -> None:
         await self.start(200, [(b"content-type", content_type), (b"content-length", b"%d" % len(body))])
-        await self.end(b"" if self.method == "HEAD" else body)
+        await self.end_soon(b"" if self.method == "HEAD" else body)
 
     async def fail(self, error: ApiError, headers: Headers = ()) -> None:
         """Answer with ``error``. A body that was not read makes the connection useless: it is closed afterwards."""
@@ -243,6 +255,9 @@ class Exchange:
         length = (b"content-length", b"%d" % len(body))
         close = (b"connection", b"close")
         await self.start(error.status, [JSON_HEADER, length, close, *error.headers(), *headers])
+        if self._cycle is not None and not self.may_put_now:
+            await self.end_soon(body)
+            return
         await self.write(body)
         await self._linger()
         await self.end()
@@ -293,9 +308,10 @@ class Bound:
         exchange.on_gone(self._leave)
 
     def cut(self) -> None:
-        """The time is up."""
-        self._over = True
-        self._task.cancel()
+        """The time is up. It may be said twice: by the clock, and to all."""
+        if not self._over:
+            self._over = True
+            self._task.cancel()
 
     def _leave(self) -> None:
         self._gone = True

@@ -27,6 +27,10 @@ MAX_IDLE = 1024  # kept for each worker
 MAX_HEADS = 1024  # addresses whose heads are kept
 
 
+class _Unasked(Exception):
+    """Ends the parser's work where another answer begins."""
+
+
 class _Connection(asyncio.Protocol):
     """One socket to one worker, and the answer that is arriving on it."""
 
@@ -91,6 +95,11 @@ class _Connection(asyncio.Protocol):
             else:
                 self._error = aiohttp.ServerDisconnectedError()
             self._wake()
+
+    def on_message_begin(self) -> None:
+        if self.complete:  # it would be taken for more of the answer that is
+            self.closed = True
+            raise _Unasked
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name, value))

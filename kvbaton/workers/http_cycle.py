@@ -28,6 +28,7 @@ class Cycle(RequestResponseCycle):
     on_gone: Callable[[], None] | None = None  # called when the connection is lost before the answer is complete
     _head = b""
     _is_event_stream = False
+    _until_close = False  # the end of the connection ends the answer
 
     def __init__(
         self,
@@ -85,12 +86,14 @@ class Cycle(RequestResponseCycle):
         assert not self.response_started, "an answer begins once"
         self.response_started = True
         self.waiting_for_100_continue = False
-        chunked = status not in (204, 304)  # these have no body, however it might be marked
+        # Some have no body, however it might be marked; and old clients read until the connection ends.
+        chunked = status not in (204, 304) and self.scope["http_version"] != "1.0"
+        measured = False
         lines = [STATUS_LINE[status]]
         for name, value in (*self.default_headers, *headers):
             if name == b"content-length":
                 self.expected_content_length = int(value)
-                chunked = False
+                chunked, measured = False, True
             elif name == b"connection" and value == b"close":
                 self.keep_alive = False
                 continue
@@ -98,6 +101,7 @@ class Cycle(RequestResponseCycle):
                 self._is_event_stream = value.startswith(b"text/event-stream")
             lines += (name, b": ", value, b"\r\n")
         self.chunked_encoding = chunked
+        self._until_close = not measured and self.scope["http_version"] == "1.0"
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         if chunked:
@@ -123,9 +127,7 @@ class Cycle(RequestResponseCycle):
         if self.scope["method"] == "HEAD":
             part, self.expected_content_length = b"", 0
         elif not self.chunked_encoding:
-            self.expected_content_length -= len(part)
-            if self.expected_content_length < 0 or (self.expected_content_length and not more):
-                raise RuntimeError("the body is not as long as its head says")
+            self._measure(part, more)
         elif part:
             part = b"%x\r\n%b\r\n%b" % (len(part), part, b"" if more else b"0\r\n\r\n")
         elif not more:
@@ -141,6 +143,13 @@ class Cycle(RequestResponseCycle):
                 self.transport.close()
             self.on_response()
         return True
+
+    def _measure(self, part: bytes, more: bool) -> None:
+        if self._until_close:
+            return
+        self.expected_content_length -= len(part)
+        if self.expected_content_length < 0 or (self.expected_content_length and not more):
+            raise RuntimeError("the body is not as long as its head says")
 
     async def put(self, part: bytes, more: bool) -> None:
         """The same, when the client reads again."""
