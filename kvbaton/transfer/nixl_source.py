@@ -14,23 +14,22 @@ Knows nothing about the control connection, which says when layers are ready.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
 
 from kvbaton.kv.shared_pool import SharedPool
+from kvbaton.transfer.copying import CopyingSource
 from kvbaton.transfer.errors import HandoffError, LeaseLost, PeerUnreachable
 from kvbaton.transfer.placement import Placement
 from kvbaton.transfer.ranges import Region, runs
-from kvbaton.transfer.shm import OnCopied
 from kvbaton.transfer.wire import Identity, NixlMemory, Offer
 from kvbaton.types import KvbatonError, LocalError
 
@@ -168,7 +167,7 @@ class _Buffer:
             self.registered.append(nixl.register(self.staging))
 
 
-class NixlSource:
+class NixlSource(CopyingSource):
     """One peer's pool. ``on_broken`` closes the connection that it belongs to; called on the loop."""
 
     def __init__(
@@ -180,55 +179,26 @@ class NixlSource:
         stall_s: float,
         on_broken: Callable[[HandoffError], None],
     ) -> None:
+        super().__init__(executor, "reading by NIXL failed")
         assert peer.nixl is not None
         self._nixl = nixl
         self._peer = peer
         self._memory = peer.nixl
-        self._executor = executor
         self._stall_s = stall_s
         self._on_broken = on_broken
         equal = peer.layout == nixl.pool.layout
         self._staging_bytes = 0 if equal else max(max_copy_bytes, peer.layout.layer_block_bytes)
         self._buffers: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        self._loop = asyncio.get_running_loop()
         self._name = nixl.connect(peer.nixl)
-        self._num_busy = 0
-        self._closing = False
-        self._ended: Future[None] | None = None
 
-    def start_copy(self, offer: Offer, region: Region, placement: Placement, on_copied: OnCopied) -> None:
-        """``on_copied`` is called on the loop, when no byte lands any more."""
-        self._num_busy += 1
-        future = self._loop.run_in_executor(self._executor, self._copy, offer, region, placement)
-
-        def done(finished: asyncio.Future[None]) -> None:
-            self._num_busy -= 1
-            error = finished.exception()
-            if error is not None and not isinstance(error, KvbatonError):
-                error = LocalError(f"reading by NIXL failed: {error!r}")
-            on_copied(error)
-            if isinstance(error, PeerUnreachable):
-                self._on_broken(error)
-            self._close_if_idle()
-
-        future.add_done_callback(done)
-
-    def stop_copies(self, placement: Placement) -> None:
-        """A copy of a few MiB is over, or has failed, within ``stall_s``."""
-
-    def close(self) -> None:
-        self._closing = True
-        self._close_if_idle()
-
-    def join(self) -> None:
-        """Its copies run on the executor, whose owner waits for them."""
-
-    def _close_if_idle(self) -> None:
-        if not self._closing or self._num_busy or self._ended is not None:
-            return
-        self._ended = self._executor.submit(self._end)
+    def _copied(self, error: KvbatonError | None) -> None:
+        if isinstance(error, PeerUnreachable):
+            self._on_broken(error)
 
     def _end(self) -> None:
+        self._executor.submit(self._give_up)
+
+    def _give_up(self) -> None:
         while not self._buffers.empty():
             for registered in self._buffers.get().registered:
                 self._nixl.deregister(registered)

@@ -19,13 +19,14 @@ import msgspec
 
 from kvbaton.kv.compat import digest
 from kvbaton.transfer.channel import ControlChannel, receive_frame, tune_socket
+from kvbaton.transfer.copying import OnCopied
 from kvbaton.transfer.errors import HandoffError, PeerRefused, PeerUnreachable
 from kvbaton.transfer.identity import Transport, choose_transport, refusals
 from kvbaton.transfer.nixl_source import NixlPool, NixlSource
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.placement import Placement
 from kvbaton.transfer.ranges import Region
-from kvbaton.transfer.shm import OnCopied, ShmSource
+from kvbaton.transfer.shm import ShmSource
 from kvbaton.transfer.tcp import TcpSource
 from kvbaton.transfer.wire import (
     HANDSHAKE_FRAME_BYTES,

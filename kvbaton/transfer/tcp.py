@@ -28,10 +28,10 @@ import numpy as np
 
 from kvbaton.kv.layout import KVLayout
 from kvbaton.kv.shared_pool import SharedPool
+from kvbaton.transfer.copying import OnCopied
 from kvbaton.transfer.errors import HandoffError, LeaseLost, PeerUnreachable, ProtocolViolation, TransferCorrupt
 from kvbaton.transfer.placement import Placement
 from kvbaton.transfer.ranges import Region, runs
-from kvbaton.transfer.shm import OnCopied
 from kvbaton.transfer.tickets import TicketBook
 from kvbaton.transfer.wire import (
     DATA_HEADER_BYTES,
