@@ -192,7 +192,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise LocalError(f"cannot read {path}: {error.strerror}", field="config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LocalError(f"{path} is not valid TOML: {error}", field="config") from error
 
 

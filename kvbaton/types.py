@@ -13,6 +13,9 @@ import msgspec
 Role = Literal["prefill", "decode", "both"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+# What decoding the bytes of others may raise. RecursionError: nested too deep, even where nobody asked for that part.
+UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
 PROTOCOL_VERSION = 1
 
 

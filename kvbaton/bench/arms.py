@@ -24,7 +24,7 @@ import msgspec
 from kvbaton.bench.cost import Fleet
 from kvbaton.bench.http_stream import HttpPool
 from kvbaton.bench.runner import origin_of
-from kvbaton.types import LocalError, RemoteError
+from kvbaton.types import UNREADABLE, LocalError, RemoteError
 
 START_DEADLINE_S = 180.0
 ENGINE_START_DEADLINE_S = 900.0  # of servers that are started behind our workers: they compile, or load for minutes
@@ -118,7 +118,7 @@ async def _address(process: asyncio.subprocess.Process, arm: Arm, log_path: Path
         raise RemoteError(f"{arm.describe} ended before it was ready", field="arm", fix=f"see {log_path}")
     try:
         ready = msgspec.json.decode(line, type=_UpReady)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise RemoteError(f"{arm.describe} said {line[:200]!r} instead of its address", field="arm") from error
     workers = tuple(found.url for found in ready.processes if found.url)
     return Running(ready.url, workers or (ready.url,), process.pid)
@@ -174,7 +174,7 @@ async def describe_endpoint(url: str, headers: dict[str, str]) -> dict[str, str]
 def _flatten(prefix: str, body: bytes, found: dict[str, str]) -> None:
     try:
         stack: list[tuple[str, Any]] = [(prefix, msgspec.json.decode(body))]
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return
     while stack:
         name, value = stack.pop()

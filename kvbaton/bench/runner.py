@@ -20,7 +20,7 @@ from kvbaton.bench.samples import Journal, RequestSample, Run, RunFooter, RunHea
 from kvbaton.bench.samples_parquet import pyarrow
 from kvbaton.bench.server_metrics import Scrape, parse, transfer_between
 from kvbaton.bench.workload import LoadSpec, RequestFactory, plan_work
-from kvbaton.types import LocalError, RemoteError
+from kvbaton.types import UNREADABLE, LocalError, RemoteError
 
 # Only secrets in headers: they go with the requests, never into a file.
 SECRET_HEADERS = frozenset(("authorization", "api-key", "x-api-key"))
@@ -70,7 +70,7 @@ async def served_model(url: str, headers: dict[str, str]) -> tuple[str, str]:
     try:
         first = msgspec.json.decode(body)["data"][0]
         return str(first["id"]), str(first.get("root") or "")
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
+    except (*UNREADABLE, KeyError, IndexError, TypeError) as error:
         raise RemoteError(
             f"{url}/v1/models answered {status} without a model", field="model", fix="give --model NAME"
         ) from error

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import platform
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +26,7 @@ import msgspec
 from kvbaton import __version__
 from kvbaton.bench.arrivals import Phase
 from kvbaton.bench.sse import VISIBLE, Chunk, ChunkKind, StreamReader
-from kvbaton.types import LocalError
+from kvbaton.types import UNREADABLE, LocalError
 
 FORMAT = 1
 RunPhase = Phase  # warm-up requests carry phase "warmup"
@@ -295,7 +296,7 @@ def recover(path: Path) -> Run:
                 header = msgspec.convert(record, RunHeader)
             elif kind == "request":
                 samples.append(msgspec.convert(record, RequestSample))
-        except (msgspec.MsgspecError, AttributeError, KeyError):
+        except (*UNREADABLE, AttributeError, KeyError):
             break
     if header is None:
         raise LocalError(f"{path} does not begin as a samples file", field="samples")
@@ -323,7 +324,7 @@ def read_run(path: Path) -> Run:
                     samples.append(msgspec.convert(record, RequestSample))
                 case "footer":
                     footer = msgspec.convert(record, RunFooter)
-        except (msgspec.DecodeError, AttributeError, KeyError) as error:
+        except (*UNREADABLE, AttributeError, KeyError) as error:
             raise LocalError(f"{path}:{number} is not a line of a samples file: {error}", field="samples") from error
     if header is None or footer is None:
         raise LocalError(
@@ -333,8 +334,11 @@ def read_run(path: Path) -> Run:
 
 
 def _lines(path: Path) -> Iterable[bytes]:
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        yield from file
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            yield from file
+    except (OSError, EOFError, zlib.error) as error:
+        raise LocalError(f"{path} cannot be read: {error}", field="samples") from error
 
 
 def file_sha256(path: Path) -> str:

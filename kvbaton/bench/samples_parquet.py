@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.bench.samples import RequestSample, Run, RunFooter, RunHeader
-from kvbaton.types import LocalError
+from kvbaton.types import UNREADABLE, LocalError
 
 HEADER, FOOTER = b"kvbaton.header", b"kvbaton.footer"
 CHUNKS = ("chunk_time_s", "chunk_kind", "chunk_tokens")
@@ -54,7 +54,7 @@ def read_parquet(path: Path) -> Run:
         header = msgspec.json.decode(metadata[HEADER], type=RunHeader)
         footer = msgspec.json.decode(metadata[FOOTER], type=RunFooter)
         samples = [_sample(row) for row in table.to_pylist()]
-    except (OSError, KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, KeyError, TypeError, ValueError, *UNREADABLE) as error:
         raise LocalError(f"{path} is not a samples file: {error}", field="samples") from error
     return Run(header, samples, footer)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.types import UNREADABLE
+
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -215,7 +217,7 @@ class StreamReader:
             return 0
         try:
             chunk = _decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             self._fail(time_s, data if event.name == "error" else f"malformed chunk: {error}")
             return 0
         if chunk.error is not None or event.name == "error" or chunk.object == "error":

@@ -19,7 +19,7 @@ import msgspec
 from kvbaton.cli.supervisor import Child, Supervisor
 from kvbaton.router import control
 from kvbaton.router.control import Command, FleetStatus, Process, Refusal, Reply
-from kvbaton.types import KvbatonError, LocalError, Role
+from kvbaton.types import UNREADABLE, KvbatonError, LocalError, Role
 
 READ_S = 10.0
 EXIT_GRACE_S = 20.0  # after its deadline a worker that drains has ended, or is ended
@@ -69,7 +69,7 @@ class FleetControl:
             return Reply(self.status())
         except KvbatonError as error:
             return Reply(refusal=Refusal(error.message, error.field, error.fix))
-        except (msgspec.MsgspecError, ValueError, TimeoutError) as error:
+        except (*UNREADABLE, ValueError, TimeoutError) as error:
             return Reply(refusal=Refusal(f"not a command: {error}"))
 
     async def change(self, command: Command) -> None:

@@ -18,7 +18,7 @@ from kvbaton.config import INTERNAL_KEY_VARIABLE
 from kvbaton.observe.timeline import render
 from kvbaton.observe.tracing import LONGEST_WINDOW_S, TRACE_PATH, Span, Watched
 from kvbaton.router import control
-from kvbaton.types import LocalError, RemoteError
+from kvbaton.types import UNREADABLE, LocalError, RemoteError
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER
 
 _ANSWER_S = 20.0  # beyond the window
@@ -76,5 +76,5 @@ async def _one(http: aiohttp.ClientSession, url: str, seconds: float) -> Watched
             if answer.status != 200:
                 raise RemoteError(f"{url} answered {answer.status}", field="urls", fix="name routers and workers")
             return msgspec.json.decode(raw, type=Watched)
-    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, *UNREADABLE, ValueError) as error:
         raise RemoteError(f"{url} did not answer: {error or type(error).__name__}", field="urls") from None

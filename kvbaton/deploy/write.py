@@ -18,7 +18,7 @@ from kvbaton.deploy.rules import Gates
 from kvbaton.deploy.scaling import render_monitoring, render_scalers
 from kvbaton.deploy.spec import DeploySpec, Pool, Resources
 from kvbaton.plan.answer import Answer
-from kvbaton.types import LocalError
+from kvbaton.types import UNREADABLE, LocalError
 
 SECRET_FILE = "secret.yaml"
 _DECODER = msgspec.json.Decoder(Answer)
@@ -74,7 +74,7 @@ def pools_of_plan(raw: bytes, resources: Resources, growth: float) -> tuple[dict
     """Pools and gates from the JSON of ``kvbaton plan --json``. LocalError for a verdict that names no pools."""
     try:
         answer = _DECODER.decode(raw)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise LocalError(
             f"this is no plan: {error}", field="--plan", fix="give what `kvbaton plan --json` wrote"
         ) from None

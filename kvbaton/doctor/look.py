@@ -19,7 +19,7 @@ import msgspec
 from kvbaton.doctor.facts import ServerFacts, Target
 from kvbaton.doctor.look_sglang import look_at_sglang
 from kvbaton.doctor.look_vllm import look_at_vllm
-from kvbaton.types import Fingerprint, RemoteError
+from kvbaton.types import UNREADABLE, Fingerprint, RemoteError
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
 from kvbaton.workers.vllm_server import key_for_servers
 
@@ -39,7 +39,7 @@ class Answer(msgspec.Struct, frozen=True):
         """None for what is no JSON."""
         try:
             return msgspec.json.decode(self.body)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        except UNREADABLE:
             return None
 
 
@@ -141,7 +141,7 @@ async def _look_at_ours(
         return [msgspec.structs.replace(facts, trouble=trouble)]
     try:
         info = msgspec.json.decode(answer.body, type=WorkerInfo)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         trouble = f"its /internal/info cannot be read by this version: {error}"
         return [msgspec.structs.replace(facts, trouble=trouble)]
     host, port = info.kv_host or urlsplit(target.url).hostname or "", info.kv_port

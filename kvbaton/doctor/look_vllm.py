@@ -16,6 +16,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbaton.doctor.facts import ServerFacts
+from kvbaton.types import UNREADABLE
 
 if TYPE_CHECKING:
     from kvbaton.doctor.look import Answer, Asking
@@ -24,7 +25,7 @@ _SIDE_CHANNEL_S = 5.0
 _PROBE_BLOCKS = 2  # fewer full blocks and there would be nothing to offer
 _ASK_METADATA = msgspec.msgpack.encode((b"get_meta_msg", 0, 0))
 _OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-_LOST = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError)
+_LOST = (*UNREADABLE, ValueError)
 
 
 class _Envelope(msgspec.Struct):

@@ -15,7 +15,7 @@ import msgspec
 
 from kvbaton.doctor.facts import PairFacts, ServerFacts
 from kvbaton.doctor.look import Asking
-from kvbaton.types import RemoteError
+from kvbaton.types import UNREADABLE, RemoteError
 from kvbaton.workers.generation import REPORT_HEADER
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, PeerAddress, RequestReport
 
@@ -73,7 +73,7 @@ async def _once(asking: Asking, prefill: ServerFacts, decode: ServerFacts, key: 
     _expect(answer.status, answer.body, decode.name)
     try:
         return msgspec.json.decode(answer.headers.get(REPORT_HEADER.decode(), ""), type=RequestReport)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise RemoteError(f"{decode.name} does not say what the hand-off took: {error}") from None
 
 
@@ -82,6 +82,6 @@ def _expect(status: int, body: bytes, name: str) -> None:
         return
     try:
         message = str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         message = body[:200].decode(errors="replace")
     raise RemoteError(f"{name} answers {status}: {message}")

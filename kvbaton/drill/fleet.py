@@ -26,7 +26,7 @@ from kvbaton.drill.killer import Killer, LocalProcesses
 from kvbaton.drill.samples import FleetSeen, MemberSeen
 from kvbaton.router import control
 from kvbaton.router.control import Command, FleetStatus
-from kvbaton.types import LocalError, RemoteError
+from kvbaton.types import UNREADABLE, LocalError, RemoteError
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo, WorkerStats
 
 LOOK_S = 2.0  # one look at the fleet page
@@ -52,6 +52,13 @@ class Target:
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
             status, answer = await _get(self.url + "/fleet", {}, LOOK_S)
             return msgspec.json.decode(answer) if status == 200 else None
+        return None
+
+    async def text(self, path: str) -> str | None:
+        """What the router answers there; None when it does not."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            status, answer = await _get(self.url + path, {}, LOOK_S)
+            return answer.decode(errors="replace") if status == 200 else None
         return None
 
     async def look(self, at_s: float) -> FleetSeen:
@@ -87,7 +94,7 @@ class Target:
         return await self.info_at(url) if url else None
 
     async def info_at(self, url: str) -> WorkerInfo | None:
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE):
             headers = {INTERNAL_KEY_HEADER.decode(): self.key}
             status, answer = await _get(url + "/internal/info", headers, LOOK_S)
             return msgspec.json.decode(answer, type=WorkerInfo) if status == 200 else None

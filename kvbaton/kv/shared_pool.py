@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.kv.layout import KVLayout
-from kvbaton.types import LocalError, RemoteError
+from kvbaton.types import UNREADABLE, LocalError, RemoteError
 
 SHM_DIR = Path("/dev/shm")
 PREFIX = "kvbaton-"
@@ -237,7 +237,7 @@ def _read_header(page: bytes, name: str) -> SegmentHeader:
     length = int.from_bytes(page[len(_MAGIC) : _HEADER_START], "little")
     try:
         header = msgspec.msgpack.decode(page[_HEADER_START : _HEADER_START + length], type=SegmentHeader)
-    except (msgspec.MsgspecError, LocalError) as error:
+    except (*UNREADABLE, LocalError) as error:
         raise RemoteError(f"the header of {name} makes no sense: {error}", field="shm_name") from error
     if header.num_blocks < 1:
         raise RemoteError(f"the header of {name} says {header.num_blocks} blocks", field="shm_name")

@@ -22,7 +22,7 @@ from kvbaton.plan.link import LinkModel, LinkRow, fit_link
 from kvbaton.plan.sim_host import SharedCores
 from kvbaton.plan.sim_spec import WorkerSpec
 from kvbaton.plan.step_time import StepModel, StepWork
-from kvbaton.types import LocalError
+from kvbaton.types import UNREADABLE, LocalError
 
 PROFILE_VERSION = 1
 
@@ -175,7 +175,7 @@ def read_profile(path: str | Path) -> ProfileFile:
         profile = msgspec.json.decode(Path(path).read_bytes(), type=ProfileFile)
     except OSError as error:
         raise LocalError(f"cannot read {path}: {error.strerror}", field="profile") from None
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise LocalError(f"{path} is no profile: {error}", field="profile", fix="run kvbaton profile") from None
     if profile.version != PROFILE_VERSION:
         raise LocalError(f"{path} has version {profile.version}, not {PROFILE_VERSION}", field="profile.version")

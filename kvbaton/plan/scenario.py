@@ -115,7 +115,7 @@ def load(path: str | Path) -> Scenario:
         raw = tomllib.loads(path.read_text())
     except OSError as error:
         raise LocalError(f"cannot read {path}: {error.strerror}", field="SCENARIO") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LocalError(f"{path} is not TOML: {error}", field="SCENARIO") from None
     return parse(raw, path.parent)
 

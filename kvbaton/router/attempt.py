@@ -30,6 +30,7 @@ from kvbaton.router.stream import Stream
 from kvbaton.workers.generation import REPORT_HEADER
 from kvbaton.workers.http import JSON_HEADER
 from kvbaton.workers.http_client import HttpClient, Response
+from kvbaton.workers.journal import BadStream
 from kvbaton.workers.openai_errors import ApiError
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER
 
@@ -174,7 +175,7 @@ class Caller:
                 raise self._lost(flight, patience.cause, "the worker did not answer in time", status=504) from None
             self._registry.call_failed(target, "timeout", self._clock.now_s())
             raise self._lost(flight, "worker_timeout", "the worker did not answer in time", status=504) from None
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, BadStream) as error:
             log.warning("call to %s failed: %s: %s", target.name, type(error).__name__, error)
             self._registry.call_failed(target, "connection_lost", self._clock.now_s())
             raise self._lost(flight, "worker_error", "the worker went away") from None

@@ -19,7 +19,7 @@ import msgspec
 from kvbaton.clock import Clock
 from kvbaton.config import MemberSettings
 from kvbaton.router.registry import Member, Registry
-from kvbaton.types import LocalError, Role
+from kvbaton.types import UNREADABLE, LocalError, Role
 from kvbaton.workers.openai_errors import ApiError, bad_request, not_found_member
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
 
@@ -72,7 +72,7 @@ class FleetChanges:
                     await self._role(msgspec.json.decode(raw, type=NewRole))
                 case _:
                     raise ApiError(404, f"no such change: {verb[:40]!r}", code="not_found")
-        except (msgspec.MsgspecError, LocalError) as error:
+        except (*UNREADABLE, LocalError) as error:
             raise bad_request(str(error), verb) from None
 
     def _add(self, settings: MemberSettings) -> None:
@@ -108,7 +108,7 @@ class FleetChanges:
             self._registry.let_go(member)
         if status != 200:
             raise self._refused(member, status, raw)
-        with contextlib.suppress(msgspec.MsgspecError):  # else the next poll tells
+        with contextlib.suppress(*UNREADABLE):  # else the next poll tells
             self._registry.answered(member, msgspec.json.decode(raw, type=WorkerInfo))
         log.warning("worker %s is now %s", member.name, member.role)
 
@@ -157,7 +157,7 @@ class FleetChanges:
         try:
             error = msgspec.json.decode(raw)["error"]
             return ApiError(409, f"{member.name}: {error['message']}", param=error["param"], code=error["code"])
-        except (msgspec.MsgspecError, KeyError, TypeError):
+        except (*UNREADABLE, KeyError, TypeError):
             what = f"answered {status}" if status else f"did not answer: {raw.decode('utf-8', 'replace')[:200]}"
             return ApiError(502, f"{member.name} {what}", type="server_error", code="worker_error")
 

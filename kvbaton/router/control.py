@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from kvbaton.types import LocalError, RemoteError, Role
+from kvbaton.types import UNREADABLE, LocalError, RemoteError, Role
 
 MAX_LINE_BYTES = 1024 * 1024
 Verb = Literal["status", "add", "drain", "role", "restart", "reroute", "rehearse"]
@@ -102,7 +102,7 @@ async def ask(path: Path, command: Command, timeout_s: float) -> FleetStatus:
         reply = msgspec.json.decode(line, type=Reply)
     except TimeoutError:
         raise RemoteError(f"the fleet did not answer within {timeout_s:g} s", field="fleet") from None
-    except (OSError, msgspec.MsgspecError, ValueError) as error:
+    except (OSError, *UNREADABLE, ValueError) as error:
         raise RemoteError(f"no fleet answers at {path}: {error}", field="fleet") from None
     if reply.refusal is not None:
         raise LocalError(reply.refusal.message, field=reply.refusal.field, fix=reply.refusal.fix)

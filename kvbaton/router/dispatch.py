@@ -6,6 +6,7 @@ behind it, or it ends with an error. Knows nothing about prompts, nor how a work
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import msgspec
@@ -23,8 +24,10 @@ from kvbaton.router.registry import Registry
 from kvbaton.router.replay import continue_behind
 from kvbaton.router.rollout import Rollout
 from kvbaton.workers.http_client import HttpClient
+from kvbaton.workers.journal import BadStream
 from kvbaton.workers.openai_errors import ApiError, unavailable
 
+log = logging.getLogger(__name__)
 __all__ = ["AttemptFailed", "Call", "Dispatcher", "Flight"]
 
 
@@ -104,9 +107,14 @@ class Dispatcher:
             return whole
         if not last.elsewhere or not life.may_resume or not flight.journal.complete:
             raise last.error
+        try:
+            resumed = flight.journal.read(whole.num_sequences)
+        except BadStream as error:
+            log.warning("request %s cannot be continued: %s", flight.request_id, error)
+            raise last.error from None
         life.on(Event.RESUME)
         flight.may_queue_s = self._settings.queue_timeout_s
-        rest = continue_behind(flight.journal.read(whole.num_sequences), whole.internal, whole.view)
+        rest = continue_behind(resumed, whole.internal, whole.view)
         self._metrics.add("kvbaton_router_replays_total", last.cause)
         self._metrics.add("kvbaton_router_replayed_tokens_total", amount=rest.num_replayed_tokens)
         return replace(whole, internal=rest.internal, view=rest.view, num_sequences=rest.num_sequences)

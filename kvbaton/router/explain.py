@@ -16,7 +16,7 @@ import msgspec
 from kvbaton.router.cost import Candidate, FleetCosts
 from kvbaton.router.policy import Arm, Case, Decision, NoWorker, PolicyConfig, Reason, candidates, decide_case, in_turn
 from kvbaton.router.views import MemberView, RequestView
-from kvbaton.types import LocalError
+from kvbaton.types import UNREADABLE, LocalError
 
 MOST_KEPT = 8
 RECORD_VERSION = 2  # 1 was decided without what comes later, and cannot be replayed
@@ -166,7 +166,7 @@ def read_record(raw: bytes) -> Record:
         if isinstance(line, dict) and "route" in line:
             line = line["route"]
         known = msgspec.convert(line, Record)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         fix = 'give a line of the router\'s log with "message": "request", or its `route` object'
         raise LocalError(f"this is no record of a decision: {error}", field="record", fix=fix) from None
     if known.version != RECORD_VERSION:

@@ -39,7 +39,7 @@ from kvbaton.router.registry import Registry
 from kvbaton.router.rollout import Rollout, bucket
 from kvbaton.router.traced import RouterTrace
 from kvbaton.router.wishes import read_wishes
-from kvbaton.types import LocalError
+from kvbaton.types import UNREADABLE, LocalError
 from kvbaton.workers.http import (
     BodyBudget,
     Claim,
@@ -137,8 +137,8 @@ class Gateway:
                     await self._get(exchange)
         except ClientGone:
             return
-        except ApiError as error:
-            await exchange.fail(error)
+        except (ApiError, LocalError) as error:
+            await exchange.fail(from_exception(error))
 
     # -- generation ----------------------------------------------------------------------------------------------
 
@@ -409,7 +409,7 @@ class Gateway:
                 raw = await exchange.read_body(1024 * 1024, self._settings.body_timeout_s)
                 try:
                     self._registry.set_members(_MEMBERS.decode(raw))
-                except (msgspec.MsgspecError, LocalError) as error:
+                except (*UNREADABLE, LocalError) as error:
                     raise bad_request(str(error), "members") from None
                 await exchange.answer(200, _ENCODER.encode(self.fleet()))
             case "POST", path if path.startswith("/internal/members/"):
@@ -420,7 +420,7 @@ class Gateway:
                 raw = await exchange.read_body(64 * 1024, self._settings.body_timeout_s)
                 try:
                     rollout = msgspec.json.decode(raw, type=Rollout)
-                except (msgspec.MsgspecError, LocalError) as error:
+                except (*UNREADABLE, LocalError) as error:
                     raise bad_request(str(error), "disagg_percent") from None
                 self._dispatcher.roll_out(rollout)
                 await exchange.answer(200, _ENCODER.encode(rollout))

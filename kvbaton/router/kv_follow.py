@@ -20,6 +20,7 @@ from kvbaton.observe.metrics import Metrics
 from kvbaton.router.kv_feed import KVFeed
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.registry import Member
+from kvbaton.types import UNREADABLE
 from kvbaton.workers.kv_events import EVENTS_PATH, LIFE_HEADER, SEQUENCE_HEADER, SNAPSHOT_PATH, KVEventsAnswer
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ FAILURES_UNTIL_LOST = 2  # in a row: one may be a hiccup
 MAX_BACKOFF_S = 2.0
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
 _DECODER = msgspec.msgpack.Decoder(KVEventsAnswer)
-Errors = (aiohttp.ClientError, OSError, TimeoutError, ValueError, msgspec.MsgspecError)
+Errors = (aiohttp.ClientError, OSError, TimeoutError, ValueError, *UNREADABLE)
 
 
 class KVFollower:

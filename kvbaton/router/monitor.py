@@ -17,6 +17,7 @@ from kvbaton.observe.metrics import Metrics
 from kvbaton.router.kv_follow import KVFollower
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.registry import Member, Registry
+from kvbaton.types import UNREADABLE
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -86,5 +87,5 @@ class Monitor:
             self._registry.poll_failed(member, "does not answer polls in time", unreachable=False)
         except (aiohttp.ClientError, OSError) as error:
             self._registry.poll_failed(member, f"{type(error).__name__}: {error}", unreachable=False)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             self._registry.poll_failed(member, f"its answer makes no sense: {error}", unreachable=True)

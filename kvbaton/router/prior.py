@@ -12,7 +12,7 @@ import msgspec
 
 from kvbaton.router.cost import COLD_LAYERS, COLD_TOKEN_BYTES, FleetCosts, LinkCost, WorkerCost
 from kvbaton.router.learning import Learning
-from kvbaton.types import LocalError
+from kvbaton.types import UNREADABLE, LocalError
 
 PROFILE_WEIGHT = 5.0  # samples that a profile is worth
 
@@ -53,7 +53,7 @@ def read_profile(path: Path) -> FleetCosts:
         profile = msgspec.json.decode(path.read_bytes(), type=_Profile)
     except OSError as error:
         raise LocalError(f"cannot read {path}: {error.strerror}", field="router.profile") from None
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         fix = "run kvbaton profile"
         raise LocalError(f"{path} is no profile: {error}", field="router.profile", fix=fix) from None
     step, cold = profile.step, FleetCosts()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvbaton.types import UNREADABLE
+from kvbaton.workers.journal import BadStream
 from kvbaton.workers.openai_errors import ApiError
 from kvbaton.workers.openai_response import ERROR_MARK, REPORT_PREFIX
 from kvbaton.workers.protocol import RequestReport
@@ -30,12 +32,15 @@ def take_report(events: bytes, known: RequestReport | None) -> tuple[bytes, Requ
     if start == 1:  # not found: the words occur inside an event
         return events, known
     stop = events.index(b"\n\n", start) + 2
-    report = _REPORT.decode(events[start + len(REPORT_PREFIX) : stop])
-    return events[:start] + events[stop:], report
+    return events[:start] + events[stop:], read_report(events[start + len(REPORT_PREFIX) : stop])
 
 
-def read_report(header: bytes | None) -> RequestReport | None:
-    return _REPORT.decode(header) if header is not None else None
+def read_report(raw: bytes | None) -> RequestReport | None:
+    """Raises BadStream."""
+    try:
+        return _REPORT.decode(raw) if raw is not None else None
+    except UNREADABLE as error:
+        raise BadStream(f"a worker's report makes no sense: {error}") from None
 
 
 def take_error(events: bytes) -> tuple[bytes, ApiError | None]:
@@ -51,7 +56,7 @@ def decode_error(status: int, raw: bytes) -> ApiError:
     """A worker's error as it wrote it; what is not in OpenAI's shape is not shown."""
     try:
         error = _ERROR.decode(raw)["error"]
-    except (msgspec.MsgspecError, KeyError):
+    except (*UNREADABLE, KeyError):
         error = {}
     texts = {key: str(value) for key, value in error.items() if value is not None}
     return ApiError(

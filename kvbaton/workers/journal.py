@@ -14,10 +14,16 @@ Knows nothing about text or requests.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import get_args
 
 from kvbaton.types import FinishReason
 from kvbaton.workers.protocol import ResumedSequence
+
+_REASONS: dict[bytes, FinishReason] = {reason.encode(): reason for reason in get_args(FinishReason)}
+
+
+class BadStream(ValueError):
+    """What a worker streams makes no sense: it cannot be passed on, nor be continued elsewhere."""
 
 
 def role_line(index: int) -> bytes:
@@ -35,26 +41,34 @@ def token_line(index: int, token_id: int, finish_reason: FinishReason | None) ->
 
 
 def read(lines: bytes, num_choices: int) -> tuple[ResumedSequence, ...]:
-    """What the client has of each choice. Raises ValueError when the lines make no sense."""
+    """What the client has of each choice. Raises BadStream when the lines make no sense."""
     token_ids: list[list[int]] = [[] for _ in range(num_choices)]
     finish: list[FinishReason | None] = [None] * num_choices
     opened = [False] * num_choices
     cached = [0] * num_choices
-    for line in lines.splitlines():
+    for line in lines.split(b"\n")[:-1]:
         choice, _, what = line.removeprefix(b":").partition(b" ")
-        index = int(choice)
-        if not 0 <= index < num_choices or finish[index] is not None:
-            raise ValueError(f"a journal of {num_choices} choices cannot go on with {line!r}")
+        index = _number(choice, line)
+        if index >= num_choices or finish[index] is not None:
+            raise BadStream(f"a journal of {num_choices} choices cannot go on with {line!r}")
         if what == b"r":
             opened[index] = True
         elif what.startswith(b"c"):
-            cached[index] = int(what[1:])
+            cached[index] = _number(what[1:], line)
         else:
             token_id, _, reason = what.partition(b" ")
-            token_ids[index].append(int(token_id))
+            token_ids[index].append(_number(token_id, line))
             if reason:
-                finish[index] = cast(FinishReason, reason.decode())
+                if reason not in _REASONS:
+                    raise BadStream(f"no line of a journal: {line!r}")
+                finish[index] = _REASONS[reason]
     return tuple(ResumedSequence(tuple(token_ids[i]), finish[i], opened[i], cached[i]) for i in range(num_choices))
+
+
+def _number(digits: bytes, line: bytes) -> int:
+    if not digits.isdigit() or len(digits) > 9:
+        raise BadStream(f"no line of a journal: {line[:80]!r}")
+    return int(digits)
 
 
 def split(events: bytes) -> tuple[bytes, bytes]:

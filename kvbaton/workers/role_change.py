@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvbaton.types import Role
+from kvbaton.types import UNREADABLE, Role
 from kvbaton.workers.openai_errors import ApiError, bad_request
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def decode_drain(raw: bytes) -> Drain:
     try:
         return msgspec.json.decode(raw, type=Drain) if raw.strip() else Drain()
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise bad_request(str(error), "drain") from None
 
 
@@ -44,7 +44,7 @@ async def change_role(server: WorkerServer, raw: bytes) -> None:
     """Carry it out, or raise ApiError with the worker as it was."""
     try:
         change = msgspec.json.decode(raw, type=RoleChange)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise bad_request(str(error), "role") from None
     if server.state != "serving":
         raise ApiError(409, f"the worker is {server.state}", param="role", code="not_serving")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from kvbaton.kv.compat import FieldDifference
-from kvbaton.types import RemoteError
+from kvbaton.types import UNREADABLE, RemoteError
 
 # Asks for the server as a whole, instead of one of its ranks.
 ROUTE_QUERY = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
@@ -48,7 +48,7 @@ def decode_bootstrap(status: int, raw: bytes) -> BootstrapInfo:
         raise RemoteError(f"the bootstrap server answers {status}: {raw[:200].decode(errors='replace')}")
     try:
         return msgspec.json.decode(raw, type=BootstrapInfo)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise RemoteError(f"the bootstrap server's answer cannot be read: {error}") from None
 
 

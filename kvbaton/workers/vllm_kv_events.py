@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.kv.blocks import BlockEvents, extend_hashes, root_hash
-from kvbaton.types import LocalError
+from kvbaton.types import UNREADABLE, LocalError
 
 EngineHash = int | bytes
 MAX_BLOCKS = 1 << 20
@@ -42,7 +42,7 @@ _SGLANG = {
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {"vllm": _VLLM, "sglang": _SGLANG}
 # Layers that see only part of a prompt cache only part of it: what is missing there must not hide what is not.
 _WHOLE_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
-_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError)
+_UNREADABLE = (*UNREADABLE, ValueError)
 
 
 class UnreadableEvents(ValueError):

@@ -12,11 +12,9 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.types import FinishReason, GenerateRequest, LocalError, TokenLogprobs, TokenOutput
+from kvbaton.types import UNREADABLE, FinishReason, GenerateRequest, LocalError, TokenLogprobs, TokenOutput
 
 MAX_EVENT_BYTES = 8 * 1024 * 1024
-# What a decoder of ours raises for bytes that are not what they should be.
-UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _TOKEN_PREFIX = "token_id:"
 _REASONS: dict[str, FinishReason] = {"length": "length", "stop": "stop"}
 
