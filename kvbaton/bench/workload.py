@@ -167,7 +167,7 @@ def _from_sharegpt(spec: LoadSpec, codec: Codec | None, random: Random) -> Work:
         pairs = [(pair[0]["value"], pair[1]["value"]) for pair in turns if len(pair) >= 2]
     except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
         raise LocalError(f"{spec.trace} is not a ShareGPT file: {error!r}", field="trace") from error
-    pairs = [(question, answer) for question, answer in pairs if question and answer]
+    pairs = [pair for pair in pairs if all(isinstance(text, str) and text for text in pair)]
     if not pairs:
         raise LocalError(f"{spec.trace} holds no conversation of two turns", field="trace")
     if spec.arrivals == "trace":

@@ -83,7 +83,13 @@ class ChatTemplate:
             return None
         if isinstance(found, str):
             return cls(found, None, variables)
-        named = {entry["name"]: entry["template"] for entry in found}
+        try:
+            named = {str(entry["name"]): entry["template"] for entry in found}
+        except (TypeError, KeyError):
+            named = {"": None}
+        if not all(isinstance(template, str) for template in named.values()):
+            fix = "give a text, or a list of objects with name and template"
+            raise LocalError("chat_template is neither a text nor named texts", field="chat_template", fix=fix)
         if "default" not in named:
             raise LocalError(f"no chat template named default, only {sorted(named)}", field="chat_template")
         return cls(named["default"], named.get("tool_use"), variables)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvbaton.engine.gguf_header import check_header
 from kvbaton.engine.weights import QUANTIZED_FILE, write_safetensors
 from kvbaton.types import LocalError
 
@@ -141,11 +142,15 @@ def packaged_gguf() -> Path:
 
 
 def convert(gguf_path: Path, out_dir: Path) -> None:
-    """Write config, weights and tokenizer of ``gguf_path`` into ``out_dir``."""
+    """Write config, weights and tokenizer of ``gguf_path`` into ``out_dir``. LocalError when it is not such a file."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(gguf_path)
-    arch = _field(reader, "general.architecture")
+    check_header(gguf_path)
+    try:
+        reader = GGUFReader(gguf_path)
+    except (ValueError, KeyError, IndexError, OverflowError, OSError) as error:  # what the library happens to meet
+        raise LocalError(f"{gguf_path.name} cannot be read: {error}", field="model") from error
+    arch = _text(reader, "general.architecture")
     if arch != "llama":
         raise LocalError(f"GGUF architecture {arch!r} is not supported", field="architecture", fix="llama is supported")
     config = _config(reader)
@@ -156,13 +161,34 @@ def convert(gguf_path: Path, out_dir: Path) -> None:
     _write_tokenizer(reader, config, out_dir)
 
 
-def _field(reader: GGUFReader, name: str, default: Any = None) -> Any:
+def _field(reader: GGUFReader, name: str) -> Any:
     field = reader.fields.get(name)
-    if field is not None:
-        return field.contents()
-    if default is None:
+    if field is None:
         raise LocalError(f"the GGUF has no {name}", field=name)
-    return default
+    return field.contents()
+
+
+def _number(reader: GGUFReader, name: str, low: int = 1, default: int | None = None) -> int:
+    if default is not None and name not in reader.fields:
+        return default
+    value = _field(reader, name)
+    if type(value) is not int or not low <= value < 2**31:
+        raise LocalError(f"{name} must be a whole number of at least {low}, got {value!r:.60}", field=name)
+    return value
+
+
+def _text(reader: GGUFReader, name: str) -> str:
+    value = _field(reader, name)
+    if not isinstance(value, str):
+        raise LocalError(f"{name} must be a text, got {value!r:.60}", field=name)
+    return value
+
+
+def _list(reader: GGUFReader, name: str, of: type) -> list[Any]:
+    value = _field(reader, name)
+    if not isinstance(value, list) or not all(type(item) is of for item in value):
+        raise LocalError(f"{name} must be a list of {of.__name__}", field=name)
+    return value
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -172,11 +198,23 @@ def _write_json(path: Path, content: Any) -> None:
 def _config(reader: GGUFReader) -> dict[str, Any]:
     def shortest(name: str) -> float:
         """GGUF stores float32; give back the decimal its author wrote (1e-05, not 9.999999747e-06)."""
-        return float(str(np.float32(_field(reader, name))))
+        value = _field(reader, name)
+        if type(value) is not float:
+            raise LocalError(f"{name} must be a number, got {value!r:.60}", field=name)
+        return float(str(np.float32(value)))
 
-    num_heads = _field(reader, "llama.attention.head_count")
-    hidden_size = _field(reader, "llama.embedding_length")
-    head_dim = _field(reader, "llama.rope.dimension_count", hidden_size // num_heads)
+    num_heads = _number(reader, "llama.attention.head_count")
+    hidden_size = _number(reader, "llama.embedding_length")
+    head_dim = _number(reader, "llama.rope.dimension_count", default=hidden_size // num_heads)
+    vocab_size = len(_list(reader, "tokenizer.ggml.tokens", str))
+
+    def token_id(name: str) -> int:
+        field = f"tokenizer.ggml.{name}_token_id"
+        found = _number(reader, field, low=0)
+        if found >= vocab_size:
+            raise LocalError(f"{field} {found} is no token of {vocab_size}", field=field)
+        return found
+
     scaling = reader.fields.get("llama.rope.scaling.type")
     if scaling is not None and scaling.contents() != "none":
         raise LocalError(f"GGUF rope scaling {scaling.contents()!r} is not supported", field="rope.scaling.type")
@@ -185,21 +223,21 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "num_hidden_layers": _field(reader, "llama.block_count"),
+        "num_hidden_layers": _number(reader, "llama.block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _field(reader, "llama.attention.head_count_kv"),
+        "num_key_value_heads": _number(reader, "llama.attention.head_count_kv"),
         "head_dim": head_dim,
-        "intermediate_size": _field(reader, "llama.feed_forward_length"),
-        "vocab_size": len(_field(reader, "tokenizer.ggml.tokens")),
+        "intermediate_size": _number(reader, "llama.feed_forward_length"),
+        "vocab_size": vocab_size,
         "rms_norm_eps": shortest("llama.attention.layer_norm_rms_epsilon"),
         "rope_theta": shortest("llama.rope.freq_base"),
-        "max_position_embeddings": _field(reader, "llama.context_length"),
+        "max_position_embeddings": _number(reader, "llama.context_length"),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-        "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
-        "pad_token_id": _field(reader, "tokenizer.ggml.padding_token_id"),
+        "bos_token_id": token_id("bos"),
+        "eos_token_id": token_id("eos"),
+        "pad_token_id": token_id("padding"),
         "torch_dtype": "float32",
     }
 
@@ -215,6 +253,8 @@ def _hf_name(gguf_name: str) -> str:
 
 def _unpermute(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """Rotary pairs lie interleaved in a Llama GGUF (i, i + 1) and apart in Hugging Face's (i, i + head_dim / 2)."""
+    if rows.ndim != 2 or rows.shape[0] % (2 * num_heads):
+        raise LocalError(f"rows {rows.shape} do not come out for {num_heads} heads", field="attention.head_count")
     pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, -1)
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
@@ -273,14 +313,19 @@ def _q8_0_parts(name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
 def _write_tokenizer(reader: GGUFReader, config: dict[str, Any], out_dir: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    kind = (_field(reader, "tokenizer.ggml.model"), _field(reader, "tokenizer.ggml.pre"))
+    kind = (_text(reader, "tokenizer.ggml.model"), _text(reader, "tokenizer.ggml.pre"))
     if kind != ("gpt2", "smollm"):
         raise LocalError(f"GGUF tokenizer {kind} is not supported", field="tokenizer.ggml.pre", fix="use gpt2/smollm")
-    tokens = _field(reader, "tokenizer.ggml.tokens")
-    token_types = _field(reader, "tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
+    tokens = _list(reader, "tokenizer.ggml.tokens", str)
+    token_types = _list(reader, "tokenizer.ggml.token_type", int)
+    if len(token_types) != len(tokens):
+        raise LocalError(f"{len(token_types)} types for {len(tokens)} tokens", field="tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in _list(reader, "tokenizer.ggml.merges", str)]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    except Exception as error:  # the library has no other type for a merge of what is no token
+        raise LocalError(f"vocabulary and merges do not fit: {error}", field="tokenizer.ggml.merges") from error
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -298,9 +343,10 @@ def _write_tokenizer(reader: GGUFReader, config: dict[str, Any], out_dir: Path) 
         {
             "tokenizer_class": "PreTrainedTokenizerFast",  # the file is the tokenizer: nothing may be rebuilt around it
             **special,
-            "add_bos_token": bool(_field(reader, "tokenizer.ggml.add_bos_token", False)),
+            "add_bos_token": "tokenizer.ggml.add_bos_token" in reader.fields
+            and bool(_field(reader, "tokenizer.ggml.add_bos_token")),
             "clean_up_tokenization_spaces": False,
             "model_max_length": config["max_position_embeddings"],
-            "chat_template": _field(reader, "tokenizer.chat_template"),
+            "chat_template": _text(reader, "tokenizer.chat_template"),
         },
     )

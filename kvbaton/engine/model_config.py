@@ -22,6 +22,8 @@ from kvbaton.types import LocalError
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_MOST = 2**31 - 1  # of any size that is read
+_MOST_LAYERS = 10_000  # of each layer something is kept: a number out of nowhere must not take all memory
 
 QWEN3_DEFAULT_HEAD_DIM = 128  # transformers' Qwen3Config writes it always, hand-written configs may not
 MISTRAL_DEFAULT_WINDOW = 4096  # what MistralConfig means when the key is absent; ``null`` means no window
@@ -62,7 +64,7 @@ class ModelConfig:
         arch = _architecture(config)
         _refuse_unsupported(config)
         num_heads = _positive_int(config, "num_attention_heads")
-        num_layers = _positive_int(config, "num_hidden_layers")
+        num_layers = _positive_int(config, "num_hidden_layers", _MOST_LAYERS)
         hidden_size = _positive_int(config, "hidden_size")
         num_kv_heads = _num_kv_heads(config, arch, num_heads)
         head_dim = _head_dim(config, arch, hidden_size, num_heads)
@@ -142,10 +144,17 @@ def _required(config: JsonObject, name: str, where: str = "config.json") -> Any:
     return value
 
 
-def _positive_int(config: JsonObject, name: str) -> int:
+def _positive_int(config: JsonObject, name: str, most: int = _MOST) -> int:
     value = _required(config, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LocalError(f"{name} must be a positive integer, got {value!r}", field=name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise LocalError(f"{name} must be a positive integer of at most {most}, got {value!r:.60}", field=name)
+    return value
+
+
+def _whole_number(config: JsonObject, name: str) -> int:
+    value = _required(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+        raise LocalError(f"{name} must be a whole number, got {value!r:.60}", field=name)
     return value
 
 
@@ -218,7 +227,9 @@ def _sliding_windows(config: JsonObject, arch: str, num_layers: int) -> tuple[in
         first_layer = 0
     else:
         window = config.get("sliding_window") if config.get("use_sliding_window", False) else None
-        first_layer = num_layers if window is None else int(config.get("max_window_layers", num_layers))
+        first_layer = num_layers
+        if window is not None and config.get("max_window_layers") is not None:
+            first_layer = _whole_number(config, "max_window_layers")
     if window is not None:
         window = _positive_int({"sliding_window": window}, "sliding_window")
     layer_types = config.get("layer_types")

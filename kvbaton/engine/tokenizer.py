@@ -18,13 +18,16 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbaton.engine.chat_template import ChatTemplate
 from kvbaton.engine.segments import SegmentCache
 from kvbaton.engine.user_text import MarkerGuard
 from kvbaton.engine.words import WordCache
 from kvbaton.types import LocalError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"  # sentencepiece's visible space
@@ -34,9 +37,7 @@ class Tokenizer:
     """One model's vocabulary. Immutable after loading; safe to use from several threads."""
 
     def __init__(self, definition: Mapping[str, Any], special_tokens: Mapping[str, str], chat: ChatTemplate | None):
-        from tokenizers import Tokenizer as Library
-
-        self._library = Library.from_str(json.dumps(definition))
+        self._library = _library(definition)
         self._library.no_truncation()
         self._library.no_padding()
         self._chat = chat
@@ -77,8 +78,8 @@ class Tokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a model directory."""
         path = Path(path)
         config_path = path / "tokenizer_config.json"
-        definition = json.loads(definition_path(path).read_text(encoding="utf-8"))
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+        definition = _read_object(definition_path(path))
+        config = _read_object(config_path) if config_path.is_file() else {}
         special_tokens = _special_tokens(config)
         return cls(definition, special_tokens, ChatTemplate.find(path, config, special_tokens))
 
@@ -218,6 +219,25 @@ def definition_path(path: Path) -> Path:
         fix = "convert it: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         raise LocalError(f"no tokenizer.json in {path}", field="tokenizer", fix=fix)
     return definition
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise LocalError(f"{path.name} is not valid JSON: {error}", field=path.name) from None
+    if not isinstance(found, dict):
+        raise LocalError(f"{path.name} must hold a JSON object", field=path.name)
+    return found
+
+
+def _library(definition: Mapping[str, Any]) -> Library:
+    from tokenizers import Tokenizer as Library
+
+    try:
+        return Library.from_str(json.dumps(definition))
+    except Exception as error:  # the library has no other type for what it cannot read
+        raise LocalError(f"tokenizer.json is no tokenizer: {error}", field="tokenizer.json") from None
 
 
 def _overlap(text: str, stop: str) -> int:
