@@ -33,6 +33,7 @@ VERBS: dict[str, str] = {
     "deploy": "kvbaton.cli.deploy_commands",
     "timeline": "kvbaton.cli.timeline_commands",
     "drill": "kvbaton.cli.drill_commands",
+    "soak": "kvbaton.cli.soak_command",
     "doctor": "kvbaton.cli.doctor_command",
 }
 

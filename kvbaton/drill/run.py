@@ -67,7 +67,7 @@ class DrillRecord(msgspec.Struct, frozen=True):
 
 
 async def drill(target: Target, scenarios: Sequence[Scenario], settings: Settings, tell: Tell) -> DrillRecord:
-    first = await _whole_at_first(target)
+    first = await whole_at_first(target)
     roles = Counter(member.role for member in (first.members or {}).values())
     lacking = _lacking(target, roles)
     prompts = make_prompts(
@@ -165,7 +165,7 @@ async def _settled(stage: Stage, settle_s: float) -> list[str]:
     """What is still held when it should not be; empty as soon as nothing is."""
 
     async def free() -> bool:
-        return not _held(stage.looks[-1])
+        return not held(stage.looks[-1])
 
     began_s = stage.now_s()
 
@@ -174,10 +174,10 @@ async def _settled(stage: Stage, settle_s: float) -> list[str]:
 
     with suppress(Unfinished):
         await stage.until(looked_again_and_free, "nothing to be held", settle_s)
-    return _held(stage.looks[-1]) + _orphans(stage.looks)
+    return held(stage.looks[-1]) + _orphans(stage.looks)
 
 
-def _held(seen: FleetSeen) -> list[str]:
+def held(seen: FleetSeen) -> list[str]:
     if seen.members is None:
         return ["the router does not answer"]
     found = [f"router: {seen.inflight} requests in flight"] if seen.inflight else []
@@ -194,7 +194,7 @@ def _orphans(looks: Sequence[FleetSeen]) -> list[str]:
     return [f"shared memory {name} of a dead worker" for name in names if (SHM_DIR / name).exists()]
 
 
-async def _whole_at_first(target: Target) -> FleetSeen:
+async def whole_at_first(target: Target) -> FleetSeen:
     """Waits a little: a router that has just started has not heard of its workers yet."""
     until_s = Stage.now_s() + FIRST_LOOK_S
     while True:

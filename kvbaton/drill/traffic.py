@@ -91,11 +91,11 @@ class Traffic:
 
     # -- flow
 
-    def begin(self, rng: random.Random, rate_per_s: float) -> None:
+    def begin(self, rng: random.Random, rate_per_s: float, canary_every_s: float = CANARY_EVERY_S) -> None:
         """Background requests at random instants and canaries at even ones, until ``end``."""
         self.samples = []
         self._prefix = f"{rng.random()}"
-        self._flow = asyncio.ensure_future(self._send_all(rng, rate_per_s))
+        self._flow = asyncio.ensure_future(self._send_all(rng, rate_per_s, canary_every_s))
 
     async def end(self) -> None:
         """Send no more, and wait for what is open; each has a deadline."""
@@ -106,7 +106,7 @@ class Traffic:
         while self._open:
             await asyncio.wait(self._open)
 
-    async def _send_all(self, rng: random.Random, rate_per_s: float) -> None:
+    async def _send_all(self, rng: random.Random, rate_per_s: float, canary_every_s: float) -> None:
         background_s = self._now_s()
         canary_s = background_s
         while True:
@@ -114,7 +114,7 @@ class Traffic:
             await asyncio.sleep(max(0.0, due_s - self._now_s()))
             if due_s == canary_s:
                 self.send("canary", 0, stream=False)
-                canary_s += CANARY_EVERY_S
+                canary_s += canary_every_s
             else:
                 index = rng.randrange(1, len(self.prompts))
                 self.send("background", index, stream=rng.random() < STREAM_SHARE)
