@@ -1,0 +1,77 @@
+"""One target under a coverage-guided fuzzer (atheris, which is libFuzzer for Python), in a process of its own.
+
+``python -m tests.fuzz.guided NAME --inputs N --result FILE --folder DIR``. Each input has a deadline in this process
+(libFuzzer's, by an alarm); the first find ends it with its traceback. Memory is looked at after a fifth of the inputs
+and at the end. Atheris ends the process itself, so the result is written when the last input has run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import atheris
+import psutil
+
+DEADLINE_S = 20  # of one input
+RSS_LIMIT_MIB = 2048
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--inputs", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, required=True)
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    with atheris.instrument_imports(include=["kvbaton", "gguf", "uvicorn", "prometheus_client"]):
+        from .table import all_targets
+
+        target = next(each for each in all_targets() if each.name == options.name)
+        work, corpus = options.folder / "work", options.folder / "corpus"
+        work.mkdir(parents=True)
+        corpus.mkdir()
+        run = target.prepare(work)
+    for number, data in enumerate(target.seeds()):
+        (corpus / f"{number:04}").write_bytes(data)
+    process, began_s = psutil.Process(), time.monotonic()
+    done, at_first = 0, 0
+
+    def one(data: bytes) -> None:
+        nonlocal done, at_first
+        done += 1
+        run(data)
+        if done == options.inputs // 5:
+            gc.collect()
+            at_first = process.memory_info().rss
+        if done == options.inputs:
+            gc.collect()
+            grown = process.memory_info().rss - at_first
+            told = {"inputs": done, "seconds": time.monotonic() - began_s, "grown_bytes": grown}
+            (options.folder / "result.json").write_text(json.dumps(told))
+
+    def change(data: bytes, max_size: int, seed: int) -> bytes:
+        if seed % 3:
+            changed = target.change(data, Random(seed))
+            if len(changed) <= max_size:
+                return changed
+        return bytes(atheris.Mutate(data, max_size))
+
+    flags = [
+        f"-runs={options.inputs + 1}", f"-timeout={DEADLINE_S}", f"-rss_limit_mb={RSS_LIMIT_MIB}",
+        f"-seed={options.seed}", "-max_len=16384", f"-artifact_prefix={options.folder}/", "-verbosity=0",
+        "-print_final_stats=0", str(corpus),
+    ]  # fmt: skip
+    atheris.Setup([sys.argv[0], *flags], one, custom_mutator=change)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
