@@ -27,6 +27,7 @@ from kvbaton.observe.log import event as log_event
 from kvbaton.observe.metrics import Metrics
 from kvbaton.observe.ratio import RatioGauges, read_band
 from kvbaton.observe.tracing import RECORDER, TRACE_PATH, TRACEPARENT, watch
+from kvbaton.router import openapi
 from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.explain import brief
@@ -336,6 +337,8 @@ class Gateway:
                 answer = self.fleet()
             case "/version":
                 answer = self._version()
+            case openapi.PATH:
+                answer = openapi.document(self._model_name, self._limits)
             case "/metrics":
                 answer = None
             case path if path == f"/v1/models/{self._model_name}":
@@ -449,23 +452,33 @@ def record_of(flight: Flight, endpoint: Endpoint, failure: ApiError | None, now_
     def since_ms(at_s: float | None) -> float | None:
         return None if at_s is None else round((at_s - flight.received_s) * 1e3, 3)
 
-    decision = flight.decisions[-1] if flight.decisions else None
+    decided: dict[str, object] = {
+        "decision": "none", "prefill": None, "decode": None, "terms": {}, "route": None, "foretold_cached_tokens": 0,
+    }  # fmt: skip
+    if flight.decisions:
+        decision = flight.decisions[-1]
+        decided = {
+            "decision": decision.reason,
+            "prefill": decision.prefill,
+            "decode": decision.decode,
+            "terms": decision.terms,
+            "route": brief(decision),
+            "foretold_cached_tokens": decision.foretold_cached_tokens,
+        }
+    failed: list[dict[str, object]] = []
+    if flight.causes:
+        failed = [
+            {"decision": d.reason, "prefill": d.prefill, "decode": d.decode, "cause": cause}
+            for d, cause in zip(flight.decisions, flight.causes, strict=False)
+        ]
     return {
         "request_id": flight.request_id,
         "client_request_id": flight.client_request_id,
         "endpoint": endpoint,
         "outcome": flight.lifecycle.outcome,
         "states": flight.lifecycle.states,
-        "decision": flight.reason,
-        "prefill": decision.prefill if decision is not None else None,
-        "decode": decision.decode if decision is not None else None,
-        "terms": decision.terms if decision is not None else {},
-        "route": brief(decision) if decision is not None else None,
-        "foretold_cached_tokens": decision.foretold_cached_tokens if decision is not None else 0,
-        "failed_attempts": [
-            {"decision": d.reason, "prefill": d.prefill, "decode": d.decode, "cause": cause}
-            for d, cause in zip(flight.decisions, flight.causes, strict=False)
-        ],
+        **decided,
+        "failed_attempts": failed,
         "error": {"status": failure.status, "code": failure.code, "message": failure.message} if failure else None,
         "report": msgspec.to_builtins(flight.report) if flight.report is not None else None,
         "queued_ms": round(flight.queued_s * 1e3, 3),

@@ -227,4 +227,5 @@ def _invalid(text: str) -> ApiError:
     param = f"{where}.{field.group(1)}" if where else field.group(1)
     if "missing" in problem:
         return bad_request(f"{param} is missing", param)
-    return bad_request(f"unrecognized field: {param}; leave it out", param, "unknown_parameter")
+    shown = param if field.group(1) else f"{param!r} (its name is empty)"
+    return bad_request(f"unrecognized field: {shown}; leave it out", param, "unknown_parameter")

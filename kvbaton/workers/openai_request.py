@@ -77,11 +77,11 @@ class ApiRequest:
         return messages + sum(len(p) for p in self.prompts if isinstance(p, str))
 
 
-_ROLES = ("system", "developer", "user", "assistant")
-_CHAT_ONLY = ("messages", "max_completion_tokens", "top_logprobs")
-_COMPLETIONS_ONLY = ("prompt", "best_of", "echo", "suffix")
+ROLES = ("system", "developer", "user", "assistant")
+CHAT_ONLY = ("messages", "max_completion_tokens", "top_logprobs")
+COMPLETIONS_ONLY = ("prompt", "best_of", "echo", "suffix")
 # name -> values that change nothing
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -100,7 +100,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),
     "add_special_tokens": (True,),
 }
-_CHECKED = tuple(_UNSUPPORTED)
+_CHECKED = tuple(UNSUPPORTED)
 _values_of_checked = attrgetter(*_CHECKED, "kv_transfer_params")
 _NONE_OF_CHECKED = _values_of_checked(Body())
 _sampling_fields = attrgetter(
@@ -111,7 +111,20 @@ _sampling_fields = attrgetter(
 _NO_SAMPLING_FIELDS = (None,) * 16
 _USUAL_SAMPLING = SamplingParams(temperature=1.0, seed=None)
 _INTERNAL_DECODER = msgspec.json.Decoder(InternalRequest)
-_MAX_TOKENS = 2**31
+MAX_TOKENS = 2**31
+# What a number is when it is not given, and between what it must be. The API's description is made of this too.
+BOUNDS: dict[str, tuple[float, float, float]] = {
+    "min_tokens": (0, 0, 2**31),
+    "temperature": (1.0, 0.0, 2.0),
+    "top_p": (1.0, 0.0, 1.0),
+    "top_k": (0, -1, 2**31),  # -1 is vLLM's "off"
+    "min_p": (0.0, 0.0, 1.0),
+    "seed": (0, -(2**63), 2**63 - 1),
+    "presence_penalty": (0.0, -2.0, 2.0),
+    "frequency_penalty": (0.0, -2.0, 2.0),
+    "repetition_penalty": (1.0, 0.0, 10.0),
+    "priority": (0, -(2**31), 2**31 - 1),
+}
 
 
 def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bool = False) -> ApiRequest:
@@ -149,7 +162,7 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bo
         sampling=sampling,
         cache_salt=body.cache_salt or "",
         user=user if isinstance(user := value_of(body.user), str) else "",
-        priority=int(_bounded("priority", body.priority, 0, -(2**31), 2**31 - 1)),
+        priority=int(_number(body, "priority")),
         internal=internal,
     )
 
@@ -259,12 +272,12 @@ def _internal(body: Body, from_router: bool) -> InternalRequest | None:
 
 
 def _refuse(endpoint: Endpoint, body: Body) -> None:
-    for name in _COMPLETIONS_ONLY if endpoint == "chat" else _CHAT_ONLY:
+    for name in COMPLETIONS_ONLY if endpoint == "chat" else CHAT_ONLY:
         if getattr(body, name) is not None:
             raise bad_request(f"unrecognized field for this endpoint: {name}; leave it out", name, "unknown_parameter")
     if _values_of_checked(body) == _NONE_OF_CHECKED:
         return
-    for name, harmless in _UNSUPPORTED.items():
+    for name, harmless in UNSUPPORTED.items():
         value = value_of(getattr(body, name))
         if value is not None and value not in harmless and not (name == "best_of" and value == body.n):
             raise bad_request(f"{name} is not supported here; leave it out", name, "unsupported_parameter")
@@ -282,8 +295,8 @@ def _messages(body: Body, limits: RequestLimits) -> tuple[dict[str, str], ...]:
 
 def _message(i: int, message: Message) -> dict[str, str]:
     where = f"messages[{i}]"
-    if message.role not in _ROLES:
-        raise bad_request(f"unknown role {message.role[:40]!r}; use one of {', '.join(_ROLES)}", f"{where}.role")
+    if message.role not in ROLES:
+        raise bad_request(f"unknown role {message.role[:40]!r}; use one of {', '.join(ROLES)}", f"{where}.role")
     for name in ("tool_calls", "function_call"):
         if value_of(getattr(message, name)):
             raise bad_request(
@@ -327,6 +340,10 @@ def _prompts(body: Body, limits: RequestLimits) -> tuple[Prompt, ...]:
     return tuple(p if isinstance(p, str) else tuple(p) for p in prompt)  # type: ignore[arg-type]
 
 
+def _number(body: Body, name: str) -> float:
+    return _bounded(name, getattr(body, name), *BOUNDS[name])
+
+
 def _bounded(name: str, value: float | None, default: float, low: float, high: float) -> float:
     if value is None:
         return default
@@ -349,8 +366,8 @@ def _asked_tokens(body: Body) -> int | None:
     name, value = ("max_tokens", both[0]) if both[1] is None else ("max_completion_tokens", both[1])
     if value is not None and value < 1:
         raise bad_request(f"{name} must be at least 1, got {_plain(value)}", name)
-    if value is not None and value > _MAX_TOKENS:  # more than any context: never to be counted with
-        raise bad_request(f"{name} must be at most {_MAX_TOKENS}, got {_plain(value)}", name)
+    if value is not None and value > MAX_TOKENS:  # more than any context: never to be counted with
+        raise bad_request(f"{name} must be at most {MAX_TOKENS}, got {_plain(value)}", name)
     return value
 
 
@@ -375,18 +392,18 @@ def _sampling(endpoint: Endpoint, body: Body, limits: RequestLimits) -> Sampling
         )
     seed = body.seed
     if seed is not None:
-        _bounded("seed", seed, 0, -(2**63), 2**63 - 1)
+        _number(body, "seed")
         seed &= 2**62 - 1  # room for the seeds of further choices
     return SamplingParams(
-        min_tokens=int(_bounded("min_tokens", body.min_tokens, 0, 0, 2**31)),
-        temperature=_bounded("temperature", body.temperature, 1.0, 0.0, 2.0),
-        top_p=_bounded("top_p", body.top_p, 1.0, 0.0, 1.0),
-        top_k=max(0, int(_bounded("top_k", body.top_k, 0, -1, 2**31))),  # -1 is vLLM's "off"
-        min_p=_bounded("min_p", body.min_p, 0.0, 0.0, 1.0),
+        min_tokens=int(_number(body, "min_tokens")),
+        temperature=_number(body, "temperature"),
+        top_p=_number(body, "top_p"),
+        top_k=max(0, int(_number(body, "top_k"))),
+        min_p=_number(body, "min_p"),
         seed=seed,
-        presence_penalty=_bounded("presence_penalty", body.presence_penalty, 0.0, -2.0, 2.0),
-        frequency_penalty=_bounded("frequency_penalty", body.frequency_penalty, 0.0, -2.0, 2.0),
-        repetition_penalty=_bounded("repetition_penalty", body.repetition_penalty, 1.0, 0.0, 10.0),
+        presence_penalty=_number(body, "presence_penalty"),
+        frequency_penalty=_number(body, "frequency_penalty"),
+        repetition_penalty=_number(body, "repetition_penalty"),
         logit_bias=_logit_bias(body.logit_bias or {}, limits),
         logprobs=_logprobs(endpoint, body, limits),
         stop=stop,
