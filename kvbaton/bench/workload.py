@@ -165,7 +165,7 @@ def _from_sharegpt(spec: LoadSpec, codec: Codec | None, random: Random) -> Work:
         rows = json.loads(Path(spec.trace).read_bytes())
         turns = [row.get("conversations") or row.get("conversation") or [] for row in rows]
         pairs = [(pair[0]["value"], pair[1]["value"]) for pair in turns if len(pair) >= 2]
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise LocalError(f"{spec.trace} is not a ShareGPT file: {error!r}", field="trace") from error
     pairs = [pair for pair in pairs if all(isinstance(text, str) and text for text in pair)]
     if not pairs:

@@ -144,7 +144,7 @@ def load_spec(url: str, given: dict[str, Any]) -> LoadSpec:
 
     try:
         extra = json.loads(given.pop("extra_body"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LocalError(f"not JSON: {error}", field="extra_body") from error
     if not isinstance(extra, dict):
         raise LocalError("it must be a JSON object", field="extra_body")

@@ -273,11 +273,20 @@ def _write_weights(reader: GGUFReader, config: dict[str, Any], out_dir: Path) ->
     shapes = {
         _hf_name(tensor.name): ("F32", tuple(int(size) for size in reversed(tensor.shape))) for tensor in reader.tensors
     }
-    floats = (
-        np.ascontiguousarray(dequantize(rows_of(tensor), tensor.tensor_type), dtype=np.float32)
-        for tensor in reader.tensors
-    )
-    write_safetensors(out_dir / "model.safetensors", shapes, floats)
+
+    def floats_of(tensor: ReaderTensor) -> np.ndarray:
+        try:
+            with np.errstate(all="ignore"):  # what comes of a scale that is no number is looked for below
+                floats = np.ascontiguousarray(dequantize(rows_of(tensor), tensor.tensor_type), dtype=np.float32)
+        except (NotImplementedError, ValueError) as error:
+            raise LocalError(
+                f"the GGUF has {tensor.name} in a way that is not read: {error}", field=tensor.name
+            ) from None
+        if not np.isfinite(floats).all():
+            raise LocalError(f"the GGUF's {tensor.name} holds what is no number", field=tensor.name)
+        return floats
+
+    write_safetensors(out_dir / "model.safetensors", shapes, map(floats_of, reader.tensors))
 
     blocks: dict[str, np.ndarray] = {}
     for tensor in reader.tensors:

@@ -1,0 +1,114 @@
+"""Every parser of outside bytes takes some hundred inputs, the same each time; `make fuzz` runs a million, guided."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fuzz.plain import try_inputs, try_one
+from fuzz.table import all_targets
+from fuzz.target import Target
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+NUM_INPUTS = 120
+# What once broke a target: by its name.
+FOUND: tuple[tuple[str, bytes], ...] = (
+    # Nested too deep where nobody looks: no error of the decoder, but one of Python's.
+    *(
+        (name, b'{"y":' + b"[" * 100_000)
+        for name in (
+            *("what a worker says of itself", "bodies of requests", "profile files", "config.json (engine)"),
+            *("config.json (planner)", "tokenizer.json", "tokenizer_config.json", "samples files", "index of weights"),
+        )
+    ),
+    ("KV events over HTTP", b"\x81\xa1y" + b"\x91" * 100_000),
+    ("KV events over ZeroMQ", b"\x92\x01" + b"\x91" * 100_000),
+    ("safetensors headers", b'{"y":' + b"[" * 100_000),
+    ("traces (jsonl)", b'{"y":' + b"[" * 100_000),
+    ("SSE at the benchmark", b'data: {"y":' + b"[" * 100_000 + b"\n\n"),
+    ("HTTP of workers", b"HTTP/1.1 503 x\r\n\r\n" + b'{"error":' + b"[" * 60_000),
+    # A worker's report and journal that make no sense were an error of the router.
+    ("SSE at the router", b":report {\n\ndata: x\n\n"),
+    ("SSE at the router", b":0 x\ndata: {}\n\n:9999999999999999999 1\ndata: {}\n\n"),
+    ("SSE at the router", b":0 12 \xff\ndata: {}\n\n"),
+    # An array of 2**63 items was counted item by item, and a tensor of no place was read.
+    ("GGUF headers", b"GGUF\3\0\0\0" + bytes(8) + (b"\1" + bytes(7)) * 2 + b"a\x09\0\0\0\4\0\0\0" + b"\xff" * 8),
+    ("GGUF headers", b"not one"),
+    ("config.json (engine)", b'{"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2000000000}'),
+    ("conversations (ShareGPT)", b'[{"conversations": [{"value": "q"}, {"value": 7}]}]'),
+    ("samples files", b"\x1f\x8b\x08\0\0\0\0\0\2\3cut"),
+    ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+    ("scenario files", b"name = '\xff'"),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(before)
+
+
+@pytest.mark.parametrize("target", all_targets(), ids=lambda target: target.name)
+def test_bad_input_is_refused(target: Target, tmp_path: Path) -> None:
+    run = target.prepare(tmp_path)
+    finds = try_inputs(target, run, NUM_INPUTS, seed=0)
+    assert not finds, "\n".join(map(str, finds))
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in FOUND}))
+def test_what_was_found_is_refused(name: str, tmp_path: Path) -> None:
+    target = next(each for each in all_targets() if each.name == name)
+    run = target.prepare(tmp_path)
+    finds = [try_one(run, data) for known, data in FOUND if known == name]
+    assert not any(finds), "\n".join(map(str, finds))
+
+
+@pytest.mark.parametrize("target", [each for each in all_targets() if each.form in ("json", "msgpack")],
+                         ids=lambda target: target.name)  # fmt: skip
+def test_any_document_is_refused(target: Target, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Hypothesis looks for documents; what fails it makes small."""
+    from fuzz.shapes import as_json, as_msgpack
+
+    encode = as_json if target.form == "json" else as_msgpack
+    run = target.prepare(tmp_path_factory.mktemp("fuzz"))
+    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+    names = st.text(max_size=8) | st.sampled_from(_names(target))
+    documents = st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=6)
+    )
+
+    @settings(max_examples=25, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(documents)
+    def check(document: object) -> None:
+        run(encode(document))
+
+    check()
+
+
+def _names(target: Target) -> list[str]:
+    """Keys of its examples."""
+    import json
+
+    import msgspec
+
+    decode = json.loads if target.form == "json" else msgspec.msgpack.decode
+    found: set[str] = set()
+    for seed in target.seeds():
+        try:
+            document = decode(seed)
+        except ValueError:
+            continue
+        left = [document]
+        while left:
+            value = left.pop()
+            if isinstance(value, dict):
+                found |= {key for key in value if isinstance(key, str)}
+                left += value.values()
+            elif isinstance(value, list):
+                left += value
+    return sorted(found) or ["type"]
