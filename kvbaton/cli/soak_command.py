@@ -42,6 +42,13 @@ from kvbaton.cli.drill_commands import TINY
     help="Share of the goodput that is measured first.",
 )
 @click.option("--rate", type=click.FloatRange(0, min_open=True), help="Requests/s, instead of measuring goodput.")
+@click.option(
+    "--first-rate",
+    type=click.FloatRange(0, min_open=True),
+    default=2.0,
+    show_default=True,
+    help="Where the search for goodput begins.",
+)
 @click.option("--ttft-slo-s", type=float, default=2.0, show_default=True, help="For goodput.")
 @click.option("--tpot-slo-s", type=float, default=0.15, show_default=True, help="For goodput.")
 @click.option(
@@ -75,6 +82,7 @@ def soak_command(**given: Any) -> int:
 
     settings = Settings(
         minutes=given["minutes"], seed=given["seed"], load=given["load"], rate_per_s=given["rate"] or 0.0,
+        first_rate_per_s=given["first_rate"],
         ttft_slo_s=given["ttft_slo_s"], tpot_slo_s=given["tpot_slo_s"], fault_every_s=given["fault_every_s"],
     )  # fmt: skip
     ended: Ended = asyncio.run(_soak(given, settings))
