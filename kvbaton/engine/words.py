@@ -6,6 +6,9 @@ stands around it, so a text may be cut there:
     The quick brown  fox,\\n it
     [The][ quick][ brown][  fox,\\n it]
 
+Numbers are seldom met again, but their digits are: where the vocabulary keeps digits apart from all else, a word is put
+together from them and from what stands between them.
+
 Invariants: the tokens are always those of the library (a vocabulary for which that is not certain gets no memory); what
 is kept is bounded; a text of new words costs at most a bounded number of calls more than without.
 Knows nothing about messages, templates or requests.
@@ -13,7 +16,8 @@ Knows nothing about messages, templates or requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,20 +26,27 @@ if TYPE_CHECKING:
 MAX_WORDS = 32_768  # of one generation; there are two
 MAX_WORD_CHARS = 32
 MAX_NEW_WORDS = 256  # learned from one text
-# Patterns in which no alternative matches a space behind anything but space. ByteLevel's own is another.
-_SAFE_PATTERNS = frozenset(
+MAX_PARTS = 9  # of a word with digits, digits and what is between them
+_DIGITS = re.compile("([0-9]+)")
+# Patterns in which no alternative matches a space behind anything but space, and how many digits make a piece, which
+# holds nothing else. ByteLevel's own is another, where a number and the space before it are one piece.
+_SAFE_PATTERNS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
     + digits
-    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    for digits in (r"\p{N}", r"\p{N}{1,3}")
-)
+    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": num_digits
+    for digits, num_digits in ((r"\p{N}", 1), (r"\p{N}{1,3}", 3))
+}
 
 
 class WordCache:
     """``encode`` as the library does it. Safe to use from several threads."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, num_digits: int = 0, not_in_numbers: str = "") -> None:
+        """``num_digits`` of a number make a piece; 0: it is not certain that they do. A word with one of the characters
+        ``not_in_numbers`` may hold a token with digits in it."""
         self._library = library
+        self._num_digits, self._not_in_numbers = num_digits, frozenset(not_in_numbers)
+        self._digits: dict[str, list[int]] = {}  # pieces of digits; few are possible
         self._before, self._after = _frame(library)
         # Words that follow a space. Two generations: when the young one is full it becomes the old one, and what is
         # still met moves back.
@@ -53,7 +64,10 @@ class WordCache:
         plain = plain and (normalizer is None or normalizer.get("type") == "NFC")
         steps = list(_steps(definition.get("pre_tokenizer")))
         plain = plain and all(map(_is_safe, steps)) and any(map(_splits_words, steps))
-        return cls(library) if plain else None
+        if not plain:
+            return None
+        marks = {token["content"][0] for token in added if _DIGITS.search(token["content"])}
+        return cls(library, _digits_in_piece(steps[0]), "".join(marks))
 
     @property
     def num_words(self) -> int:
@@ -62,6 +76,7 @@ class WordCache:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = [*self._before] if add_special_tokens else []
         get, extend = self._young.get, ids.extend
+        known: Sequence[int] | None
         unknown = ""  # text since the last known word
         space, joined, num_new = "", False, 0  # joined: to what comes before it
         for piece in text.split(" "):
@@ -85,10 +100,14 @@ class WordCache:
             extend(self._after)
         return ids
 
-    def _look_again(self, piece: str, space: str, may_learn: bool) -> tuple[int, ...] | None:
+    def _look_again(self, piece: str, space: str, may_learn: bool) -> Sequence[int] | None:
         """Of a piece that the young generation does not have."""
         if not piece or len(piece) > MAX_WORD_CHARS or piece[-1].isspace():
             return None
+        if self._num_digits and piece.isascii() and piece.isprintable() and self._not_in_numbers.isdisjoint(piece):
+            parts = _DIGITS.split(piece)
+            if 1 < len(parts) <= MAX_PARTS:
+                return self._put_together(parts, space, may_learn)
         key = piece if space else " " + piece
         known = self._old.get(key)
         if known is None:
@@ -98,6 +117,34 @@ class WordCache:
         if len(self._young) >= MAX_WORDS:
             self._old, self._young = self._young, {}
         self._young[key] = known
+        return known
+
+    def _put_together(self, parts: Sequence[str], space: str, may_learn: bool) -> list[int] | None:
+        """``parts``: text and digits in turn, text first and last, which may be empty."""
+        ids: list[int] = []
+        known: Sequence[int] | None
+        text = parts[0]
+        if text or space:
+            known = self._young.get(text if space else " " + text) if text else self._piece(space)
+            if known is None and (known := self._look_again(text, space, may_learn)) is None:
+                return None
+            ids += known
+        for number in range(1, len(parts), 2):
+            digits, text, size = parts[number], parts[number + 1], self._num_digits
+            for piece in digits if size == 1 else [digits[at : at + size] for at in range(0, len(digits), size)]:
+                ids += self._digits.get(piece) or self._piece(piece)
+            if text:
+                known = self._young.get(" " + text)
+                if known is None and (known := self._look_again(text, "", may_learn)) is None:
+                    return None
+                ids += known
+        return ids
+
+    def _piece(self, text: str) -> list[int]:
+        """A piece of digits, or the space before one."""
+        known = self._digits.get(text)
+        if known is None:
+            known = self._digits[text] = self._library.encode(text, add_special_tokens=False).ids
         return known
 
 
@@ -118,6 +165,17 @@ def _steps(step: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 def _splits_words(step: Mapping[str, Any]) -> bool:
     return step["type"] == "Split" or (step["type"] == "ByteLevel" and step.get("use_regex", True))
+
+
+def _digits_in_piece(step: Mapping[str, Any]) -> int:
+    """How many digits, told by the first step: the others see what it left."""
+    match step["type"]:
+        case "Digits":
+            return 1 if step.get("individual_digits") else 0
+        case "Split":
+            return _SAFE_PATTERNS[step["pattern"]["Regex"]]
+        case _:
+            return 0
 
 
 def _is_safe(step: Mapping[str, Any]) -> bool:

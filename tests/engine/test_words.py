@@ -33,12 +33,27 @@ VOCABULARIES: dict[str, dict[str, Any]] = {
         f"pattern {number}": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, RAW_BYTES]}}
         for number, split in enumerate(SPLITS)
     },
+    "a token with a digit in it": {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [DIGITS, BYTES]},
+        "added_tokens": [
+            {
+                "id": 256,
+                "content": "<|r_7|>",
+                "special": True,
+                "normalized": False,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+            }
+        ],
+    },
     "composed, with a first token": {"pre_tokenizer": BYTES, "normalizer": {"type": "NFC"}, "post_processor": BOS},
 }
 PARTS = [
     *"ab,.'!?1234567890\n\t\r-/\\_é漢🎉",
     *["  ", "   ", "\n\n", " \n", "\n ", "e\u0301", "\u0301", "\u00a0", "\u3000", "\u200b", "\x1c", "\x85"],
     *["it's", "'S", "word", "The", "don't", "x" * 40, "<|im_end|>", "<|im_", "|>", "12.5", "1234567", "end.\n", "ŞΩ"],
+    *["v2.0.1", "$5", "(42)", "2024-01-02T03:04:05Z", "a1b2c3d4e5f6", "\u0661", "3's", "<|r_7|>", "<|r_"],
 ]
 
 
@@ -80,6 +95,11 @@ def test_known_words_are_not_tokenized_again(tiny_model_dir: Path) -> None:
     before = library.num_calls
     assert cache.encode("The quick brown fox, 1234 times.") == first
     assert library.num_calls == before
+    numbers = WordCache(library, num_digits=1)  # type: ignore[arg-type]
+    numbers.encode("12 v3.4 (56) 7890")
+    before = library.num_calls
+    assert len(numbers.encode("90 v8.7 (65) 4321")) == 17
+    assert library.num_calls == before, "numbers that were never met, of digits that were"
 
 
 @pytest.mark.parametrize(
