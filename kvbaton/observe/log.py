@@ -31,14 +31,19 @@ class JsonFormatter(logging.Formatter):
         return self.line(record.created, record.levelname.lower(), record.name, record.getMessage(), fields)
 
     def line(self, time_s: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> str:
-        head = {
+        return self.encoded(time_s, level, logger, message, fields).decode()
+
+    def encoded(self, time_s: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> bytes:
+        """The line as it is written."""
+        head: dict[str, Any] = {
             "time_s": round(time_s, 3),
             "level": level,
             "process": self._process_name,
             "logger": logger,
             "message": message,
         }
-        return _ENCODER.encode(head | fields).decode()
+        head.update(fields)
+        return _ENCODER.encode(head)
 
 
 MAX_WAITING_LINES = 20_000  # some seconds of a busy router's records
@@ -52,7 +57,7 @@ class LineWriter(logging.Handler):
         super().__init__()
         self._stream = stream
         self._max_lines = max_lines
-        self._lines: deque[str] = deque()
+        self._lines: deque[bytes] = deque()
         self._num_lost = 0
         self._writing = threading.Lock()
         self._some = threading.Event()
@@ -65,7 +70,7 @@ class LineWriter(logging.Handler):
             self._num_lost += 1
             return
         try:
-            self._lines.append(self.format(record))
+            self._lines.append(self.format(record).encode())
         except Exception:
             self.handleError(record)
         if not self._some.is_set():
@@ -78,7 +83,7 @@ class LineWriter(logging.Handler):
             return
         assert isinstance(self.formatter, JsonFormatter)
         try:
-            self._lines.append(self.formatter.line(time.time(), "info", logger.name, message, fields))
+            self._lines.append(self.formatter.encoded(time.time(), "info", logger.name, message, fields))
         except (TypeError, ValueError):  # no reason to fail whom the line tells of
             self._num_lost += 1
         if not self._some.is_set():
@@ -90,9 +95,10 @@ class LineWriter(logging.Handler):
             lines = [self._lines.popleft() for _ in range(len(self._lines))]
             lost, self._num_lost = self._num_lost, 0
             if lost:
-                lines.append(_ENCODER.encode({"level": "error", "message": "log lines lost", "num": lost}).decode())
+                lines.append(_ENCODER.encode({"level": "error", "message": "log lines lost", "num": lost}))
             if lines:
-                self._stream.write("\n".join(lines) + "\n")
+                lines.append(b"")
+                self._stream.write(b"\n".join(lines).decode())
                 self._stream.flush()
 
     def close(self) -> None:

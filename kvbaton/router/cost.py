@@ -286,7 +286,8 @@ def best_local(
     limits: Limits,
 ) -> Candidate:
     """The first of least rank among ``locals_``; ``landings`` are those on ``members``."""
-    return Candidate(*min(_locals(request, members, costs, limits, landings), key=_local_rank))
+    found = _locals(request, members, costs, limits, landings)
+    return Candidate(*(found[0] if len(found) == 1 else min(found, key=_local_rank)))
 
 
 _local_rank = itemgetter(14, 3)
@@ -322,8 +323,11 @@ def _legs(
     limits: Limits,
 ) -> tuple[list[_Source], list[Landing]]:
     """The best of either pool on their own, best first; among equals those whose turn it is."""
-    sources = sorted(_sources(request, prefills, costs, limits), key=_leg_rank)
-    return sources[:MOST_LEGS], sorted(landings, key=_leg_rank)[:MOST_LEGS]
+    sources = _sources(request, prefills, costs, limits)
+    if len(sources) > 1:
+        sources = sorted(sources, key=_leg_rank)[:MOST_LEGS]
+    targets = sorted(landings, key=_leg_rank)[:MOST_LEGS] if len(landings) > 1 else list(landings)
+    return sources, targets
 
 
 _leg_rank = itemgetter(0, 1)
@@ -351,6 +355,8 @@ def best_pair(
     """The first of least rank among ``pairs``. A pair is not looked at when its legs alone are worse than the best."""
     sources, targets = _legs(request, prefills, landings, costs, limits)
     best = _pair(sources[0], targets[0], costs, limits)
+    if len(sources) == len(targets) == 1:
+        return best
     broken, cost_s = best.broken, best.cost_s
     for source in sources:
         source_broken, source_s = source[0], source[1]

@@ -1,7 +1,9 @@
 """Where estimates meet what happened: feeds the cost models, and exports them with their errors.
 
 Invariants: only requests of one attempt and one sequence teach anything; the estimate a request is held against is the
-one it was routed by. Knows nothing about how models learn (``learning``).
+one it was routed by. A worker that is well known is learned from now and then, not from each of thousands of requests a
+second, which tell the same and would cost a router more than deciding does. Knows nothing about how models learn
+(``learning``).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ _WORKER_PARAMETERS = (
     "slowdown",
 )
 _LINK_PARAMETERS = ("startup_s", "byte_s")
+_WELL_KNOWN = 256  # lessons of a worker from which on the next may have to wait ...
+_PAUSE_S = 0.02  # ... since the last one
 
 
 class Measured:
@@ -33,6 +37,7 @@ class Measured:
         self.learning = learning
         self._metrics = metrics
         self._exported: set[tuple[str, ...]] = set()  # metric and labels of the series there are
+        self._lessons: dict[str, tuple[int, float]] = {}  # of each worker that prefilled: how many, when the last one
 
     # -- what comes in -----------------------------------------------------------------------------------------------
 
@@ -43,6 +48,7 @@ class Measured:
             self.learning.model_of(name)
         elif before.incarnation != now.incarnation:
             self.learning.restarted(name)
+            self._lessons.pop(name, None)
         elif now.role != "prefill":
             self.learning.polled(name, before.stats, now.stats, now.block_size, now_s)
 
@@ -59,8 +65,15 @@ class Measured:
 
     def served(self, decisions: Sequence[Decision], report: RequestReport, ttft_s: float | None, now_s: float) -> None:
         """It ended well. ``ttft_s`` as above, if it was a stream."""
-        if len(decisions) == 1 and decisions[0].case.request.num_sequences == 1:
-            self.learning.served(decisions[0], report, ttft_s, now_s)
+        if len(decisions) != 1 or decisions[0].case.request.num_sequences != 1:
+            return
+        decision = decisions[0]
+        name = decision.prefill or decision.decode
+        count, last_s = self._lessons.get(name, (0, 0.0))
+        if count >= _WELL_KNOWN and 0.0 <= now_s - last_s < _PAUSE_S:
+            return
+        self._lessons[name] = (count + 1, now_s)
+        self.learning.served(decision, report, ttft_s, now_s)
 
     def arm(self, decision: Decision, ttft_s: float | None, tpot_s: float | None) -> None:
         """Both arms of a rollout, of streams that it could have sent either way."""
@@ -73,6 +86,7 @@ class Measured:
 
     def forget(self, name: str) -> None:
         self.learning.forget(name)
+        self._lessons.pop(name, None)
         for series in [s for s in self._exported if name in s[1:]]:
             self._exported.discard(series)
             self._metrics.forget(*series)

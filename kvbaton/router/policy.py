@@ -131,12 +131,23 @@ class _Pools:
 
     def __init__(self, case: Case) -> None:
         request, turn = case.request, case.turn
-        able = [m for m in case.members if m.max_context >= request.max_total_tokens]
-        self.prefills = [m for m in case.members if m.role == "prefill"]
-        self.roomy = _rotated([m for m in self.prefills if m.max_context > request.longest_prompt_tokens], turn)
-        self.locals = _rotated([m for m in able if m.role != "prefill"], turn)
+        prompt_tokens, total_tokens = request.longest_prompt_tokens, request.max_total_tokens
+        self.prefills: list[MemberView] = []
+        roomy: list[MemberView] = []
+        able: list[MemberView] = []  # of those that decode
+        for member in case.members:
+            if member.role != "prefill":
+                if member.max_context >= total_tokens:
+                    able.append(member)
+                continue
+            self.prefills.append(member)
+            if member.max_context > prompt_tokens:
+                roomy.append(member)
+        self.roomy, self.locals = _rotated(roomy, turn), _rotated(able, turn)
         self.decodes = [m for m in self.locals if m.role == "decode"]
-        self.last_resort = [] if self.locals else _rotated([m for m in able if m.role == "prefill"], turn)
+        self.last_resort: list[MemberView] = []
+        if not able:
+            self.last_resort = _rotated([m for m in self.prefills if m.max_context >= total_tokens], turn)
 
     def only_local(self, case: Case) -> Reason | None:
         """Why there is no choice; None when there is one."""
@@ -199,7 +210,11 @@ def _placed(
     if rival is not None:
         terms["rival_cost_s"], terms["rival_violation"] = rival.cost_s, rival.violation
     where = chosen.prefill or chosen.decode
-    cached = next(m.cached_tokens for m in case.members if m.name == where)
+    cached = 0
+    for member in case.members:
+        if member.name == where:
+            cached = member.cached_tokens
+            break
     return Decision(reason, chosen.decode, chosen.prefill, cached, terms, case, arm)
 
 

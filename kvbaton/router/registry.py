@@ -18,7 +18,7 @@ from kvbaton.router.learning import Learning
 from kvbaton.router.measured import Measured
 from kvbaton.router.policy import Decision
 from kvbaton.router.prefix_index import PrefixIndex, PromptChains
-from kvbaton.router.sent import Sent, pool_shares
+from kvbaton.router.sent import Sent
 from kvbaton.router.views import MemberView
 from kvbaton.types import LocalError, Role
 from kvbaton.workers.protocol import PeerAddress, WorkerInfo
@@ -238,7 +238,7 @@ class Registry:
 
     @property
     def has_prefill_pool(self) -> bool:
-        return any(m.role == "prefill" for m in self._members.values())
+        return "prefill" in [member.role for member in self._members.values()]
 
     def usable(self, now_s: float, excluded: frozenset[str] = frozenset()) -> list[Member]:
         """Workers that take requests. If every one of a role is only quarantined, better those than none."""
@@ -272,9 +272,20 @@ class Registry:
         self, cached_tokens: Mapping[str, int], now_s: float, excluded: frozenset[str] = frozenset()
     ) -> list[MemberView]:
         self._looked_s = now_s
-        usable = [member for member in self.usable(now_s, excluded) if member.reported is not None]
-        busy = pool_shares([(member.role, member.sent) for member in usable], now_s)
-        return [_view(member, cached_tokens.get(member.name, 0), now_s, busy[member.role]) for member in usable]
+        found: list[tuple[Member, Role, float]] = []
+        shares: dict[Role, tuple[float, int]] = {}  # of a pool: what any of it is to expect, whoever had more by chance
+        for member in self.usable(now_s, excluded):
+            if member.reported is None:
+                continue
+            role, (share, reused) = member.role, member.sent.rates(now_s)
+            total, count = shares.get(role, (0.0, 0))
+            shares[role] = (total + share, count + 1)
+            found.append((member, role, reused))
+        busy = {role: total / count for role, (total, count) in shares.items()}
+        return [
+            _view(member, role, cached_tokens.get(member.settings.name, 0), now_s, busy[role], reused)
+            for member, role, reused in found
+        ]
 
     @property
     def max_context(self) -> int:
@@ -340,14 +351,21 @@ class Registry:
             assert member.own_tokens == sum(h.num_tokens for h in member.holds)
 
 
-def _view(member: Member, cached_tokens: int, now_s: float, pool_busy: float) -> MemberView:
-    assert member.reported is not None
-    info, queued_tokens = member.reported.info, member.queued_tokens
+def _view(
+    member: Member, role: Role, cached_tokens: int, now_s: float, pool_busy: float, reused_tokens_per_s: float
+) -> MemberView:
+    reported = member.reported
+    assert reported is not None
+    info = reported.info
     stats = info.stats
+    # As the properties of the same names say it; this runs for every worker in every decision.
+    num_requests = stats.num_active + member.own_sequences - reported.own_sequences
+    queued_tokens = stats.waiting_prompt_tokens + member.own_tokens - reported.own_tokens
+    queued_tokens = queued_tokens if queued_tokens > 0 else 0
     return MemberView(
-        member.name,
-        member.role,
-        member.num_requests,
+        member.settings.name,
+        role,
+        num_requests if num_requests > 0 else 0,
         queued_tokens,
         info.max_context,
         cached_tokens,
@@ -355,8 +373,8 @@ def _view(member: Member, cached_tokens: int, now_s: float, pool_busy: float) ->
         stats.num_blocks_free * info.block_size if stats.num_blocks else None,
         info.chunk_tokens,
         info.max_running,
-        member.overdue_s(now_s),
-        member.sent.queued_pairs(queued_tokens),
+        member.overdue_s(now_s) if member.expected else 0.0,
+        member.sent.queued_pairs(queued_tokens) if queued_tokens else 0.0,
         pool_busy,
-        member.sent.found_tokens_per_s(now_s),
+        reused_tokens_per_s,
     )

@@ -74,6 +74,13 @@ class Sent:
         """What a second, or a token, that counts here is worth by now, as a rate."""
         return _DECAY * exp(-_DECAY * max(0.0, now_s - self._as_of_s))
 
+    def rates(self, now_s: float) -> tuple[float, float]:
+        """``work_share`` and ``found_tokens_per_s``."""
+        if not self._work_s and not self._found_tokens:
+            return 0.0, 0.0
+        faded = self._faded(now_s)
+        return self._work_s * faded, self._found_tokens * faded
+
     def work_share(self, now_s: float) -> float:
         """Seconds of prefill that were sent there per second, lately."""
         return self._work_s * self._faded(now_s) if self._work_s else 0.0

@@ -10,7 +10,7 @@ or engines.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -51,8 +51,7 @@ class RequestLimits:
     max_chars_per_token: int = 32  # a longer prompt than context x this is refused without tokenizing it
 
 
-@dataclass(frozen=True)
-class ApiRequest:
+class ApiRequest(msgspec.Struct, frozen=True):
     """A parsed request. ``sampling.max_tokens`` means something only after ``resolve``."""
 
     endpoint: Endpoint
@@ -233,7 +232,7 @@ def resolve(
 
 def with_internal(request: ApiRequest, internal: InternalRequest) -> ApiRequest:
     """What the router decided replaces what the client wrote."""
-    return replace(request, cache_salt=internal.cache_salt, priority=internal.priority)
+    return msgspec.structs.replace(request, cache_salt=internal.cache_salt, priority=internal.priority)
 
 
 def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_context: int) -> int:
