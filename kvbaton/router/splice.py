@@ -11,11 +11,13 @@ import msgspec
 from kvbaton.types import UNREADABLE
 from kvbaton.workers.journal import BadStream
 from kvbaton.workers.openai_errors import ApiError
-from kvbaton.workers.openai_response import ERROR_MARK, REPORT_PREFIX
+from kvbaton.workers.openai_response import DONE, ERROR_MARK, REPORT_PREFIX
 from kvbaton.workers.protocol import RequestReport
 
 _REPORT = msgspec.json.Decoder(RequestReport)
 _ERROR = msgspec.json.Decoder(dict[str, dict[str, object]])
+
+_NEWLINE = ord("\n")
 
 
 def whole_events(data: bytes) -> tuple[bytes, bytes]:
@@ -24,6 +26,14 @@ def whole_events(data: bytes) -> tuple[bytes, bytes]:
         return data, b""
     cut = data.rfind(b"\n\n") + 2
     return (data[:cut], data[cut:]) if cut > 1 else (b"", data)
+
+
+def until_end(events: bytes) -> tuple[bytes, bool]:
+    """Whole events up to the end mark, and whether it is there. What a worker sends behind it is nobody's."""
+    at = events.find(DONE)
+    while at > 0 and events[at - 1] != _NEWLINE:  # the words occur inside an event
+        at = events.find(DONE, at + 1)
+    return (events, False) if at < 0 else (events[: at + len(DONE)], True)
 
 
 def take_report(events: bytes, known: RequestReport | None) -> tuple[bytes, RequestReport | None]:

@@ -2,7 +2,8 @@
 
 Ordinary parts pass from socket to socket in one call, without waking the request's task; whatever is special (the
 first, the last, a report, an error, half an event, a client that does not read) is the task's. Invariants: only whole
-SSE events pass, unchanged but for our own comments, in order; a part is passed on once. Knows nothing about how a
+SSE events pass, unchanged but for our own comments, in order; a part is passed on once; nothing behind the end mark
+passes; an event that does not end breaks the stream instead of growing. Knows nothing about how a
 worker was chosen or what follows an error.
 """
 
@@ -16,12 +17,15 @@ from kvbaton.router.flight import Flight
 from kvbaton.router.lifecycle import Event
 from kvbaton.router.patience import Patience
 from kvbaton.router.replay import Journal
-from kvbaton.router.splice import take_error, take_report, whole_events
+from kvbaton.router.splice import take_error, take_report, until_end, whole_events
 from kvbaton.workers.generation import JOURNAL_HEADER
 from kvbaton.workers.http import SSE_HEADERS, Headers
 from kvbaton.workers.http_client import Response
+from kvbaton.workers.journal import BadStream
 from kvbaton.workers.openai_errors import ApiError
 from kvbaton.workers.openai_response import DONE, ERROR_MARK, REPORT_PREFIX
+
+MAX_EVENT_BYTES = 4 * 1024 * 1024  # far more than one token of all choices with all their logprobs
 
 
 class Stream:
@@ -54,10 +58,14 @@ class Stream:
         take = self._response.take
         while arrived := await take():
             part, self._held = whole_events(self._held + arrived if self._held else arrived)
+            if len(self._held) > MAX_EVENT_BYTES:
+                raise BadStream(f"an event of the worker's has {len(self._held)} bytes and no end")
             if not part:
                 continue
             self._patience.sign_of_life()
+            part, ended = until_end(part)
             part, error = self._for_client(part)
+            ended = ended and error is None
             if part:
                 at_s = self._now_s()
                 if begun:
@@ -67,7 +75,7 @@ class Stream:
                     begins(at_s)
                     self._response.passes_to(self._pass)
                 flight.last_part_s = at_s
-                if ended := part.endswith(DONE):
+                if ended:
                     flight.lifecycle.on(Event.COMPLETE)
                 if not exchange.started:
                     await exchange.start(200, [*SSE_HEADERS, *headers])
@@ -87,7 +95,7 @@ class Stream:
             or not part.endswith(b"\n\n")
             or REPORT_PREFIX in part
             or ERROR_MARK in part
-            or part.endswith(DONE)
+            or DONE in part
             or not self._exchange.may_put_now
         ):
             return False

@@ -4,7 +4,9 @@ Speaks as much of aiohttp's client interface as the router uses, and raises its 
 of them; written by us because a call through aiohttp costs several times what everything else the router does for it
 costs (docs/dependencies.md). Invariants: a connection carries one call at a time and is kept only after a complete
 answer; leaving a call early closes its connection, which tells the worker; a call that gets no byte for the stall
-timeout ends with an error; of an answer that is not taken at most ``HIGH_WATER_BYTES`` and one read are held.
+timeout ends with an error; of an answer that is not taken at most ``HIGH_WATER_BYTES`` and one read are held; a kept
+connection that the worker closed before it said a byte of the answer costs nothing: the call is made once more, on a
+new one. Most likely it was closing when the call came; had the worker begun, it ends its work for a lost connection.
 Knows nothing about events, workers or retries; it follows no redirect, decompresses nothing and speaks no TLS.
 """
 
@@ -45,6 +47,7 @@ class _Connection(asyncio.Protocol):
         self.parts: list[bytes] = []
         self._num_bytes = 0  # of ``parts``
         self._head_done = False
+        self._silent = True  # not a byte of the answer came
         self._paused = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -65,6 +68,7 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         self._heard_s = self.loop.time()
+        self._silent = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -125,7 +129,7 @@ class _Connection(asyncio.Protocol):
 
     def send(self, head: bytes, body: bytes) -> None:
         assert self.transport is not None and self.complete, "one call at a time"
-        self.complete, self._head_done, self._error = False, False, None
+        self.complete, self._head_done, self._silent, self._error = False, False, True, None
         self.headers = []
         self._heard_s = self.loop.time()
         if self._timer is None:
@@ -156,6 +160,11 @@ class _Connection(asyncio.Protocol):
             self._paused = False
             self.transport.resume_reading()
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @property
+    def died_silent(self) -> bool:
+        """It was lost before the worker had said a byte of the answer."""
+        return self._silent and not self.complete
 
     def end(self) -> None:
         """The call is over, well or not."""
@@ -269,15 +278,30 @@ class _Call:
         self._connection: _Connection | None = None
 
     async def __aenter__(self) -> Response:
-        connection = self._client.idle(self._origin) or await self._client.connect(self._origin)
+        kept = self._client.idle(self._origin)
+        if kept is not None:
+            try:
+                return await self._ask(kept)
+            except aiohttp.ServerDisconnectedError as lost:
+                if not kept.died_silent:
+                    raise
+                try:
+                    fresh = await self._client.connect(self._origin)
+                except aiohttp.ClientError:
+                    raise lost from None  # it is gone, and may have gone because of this call
+        else:
+            fresh = await self._client.connect(self._origin)
+        return await self._ask(fresh)
+
+    async def _ask(self, connection: _Connection) -> Response:
         self._connection = connection
         try:
             connection.send(self._head, self._body)
-            self._head = self._body = b""
             await connection.head()
         except BaseException:
             connection.end()
             raise
+        self._head = self._body = b""
         return Response(connection)
 
     async def __aexit__(self, *_: object) -> None:

@@ -305,10 +305,10 @@ class BoundedHeadProtocol(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self._last_words = head.encode() + body
-        if under_way:
-            self.transport.write(self._last_words)
-            self.transport.close()  # and so the app learns that nobody waits for it
-        elif serving is None:
+        if under_way and serving is not None:
+            serving.lost()  # and so the app learns that nobody waits for it
+            self.flow.resume_reading()  # what still comes is thrown away
+        if under_way or serving is None:
             self._say_last_words()
 
     def _say_last_words(self) -> None:

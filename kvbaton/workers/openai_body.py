@@ -116,10 +116,10 @@ def value_of(value: Any) -> Any:
 
 _DECODER = msgspec.json.Decoder(Body)
 _PLACE = re.compile(r"(?: - at `\$\.?([^`]*)`)?$")  # where msgspec found what it tells
-# An escaped half of a pair without the other. An even number of backslashes before it is text.
+# An escaped half of a pair without the other, where no backslash is text.
 _LONE_SURROGATE = re.compile(
-    rb"(?<!\\)(?:\\\\)*(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|"
-    rb"(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|"
+    rb"(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a pair or of none
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
@@ -173,7 +173,7 @@ def decode(raw: bytes) -> Body:
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except msgspec.DecodeError as error:
-        if _HALF.search(raw) and _LONE_SURROGATE.search(raw):  # which the decoder calls truncated
+        if _HALF.search(raw) and _LONE_SURROGATE.search(_without_text_backslashes(raw)):  # the decoder says: truncated
             where = _field_with_half(raw)
             raise bad_request(
                 f"{where or 'the body'} has half of a surrogate pair (\\ud800 to \\udfff), which is no character; send "
@@ -185,6 +185,11 @@ def decode(raw: bytes) -> Body:
         raise bad_request("the body is not valid JSON: nested too deep, or not UTF-8") from None
 
 
+def _without_text_backslashes(raw: bytes) -> bytes:
+    """As long, but with no backslash that stands for itself: each one left begins another escape."""
+    return raw.replace(rb"\\", b"  ")
+
+
 def _field_with_half(raw: bytes) -> str | None:
     """The path of the first string with half of a surrogate pair. None: in a name, or the rest is no JSON either."""
     if len(raw) > BULK_BYTES:
@@ -193,8 +198,11 @@ def _field_with_half(raw: bytes) -> str | None:
     if mark is None:
         return None
     try:
-        # The half is the match's end; what is before it are backslashes of text.
-        document = msgspec.json.decode(_LONE_SURROGATE.sub(lambda found: found.group()[:-6] + mark, raw))
+        places, end = [], 0
+        for found in _LONE_SURROGATE.finditer(_without_text_backslashes(raw)):
+            places += [raw[end : found.start()], mark]
+            end = found.end()
+        document = msgspec.json.decode(b"".join([*places, raw[end:]]))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
     text = mark.decode()

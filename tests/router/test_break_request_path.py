@@ -93,6 +93,19 @@ async def test_a_stream_to_a_client_of_http_1_0_is_not_in_chunks(split: Fleet) -
     assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
 
 
+async def test_a_body_that_breaks_its_frames_is_told_so_though_more_of_it_comes(split: Fleet) -> None:
+    """Closing under bytes that nobody read would reset the connection, and the answer with it."""
+    async with connected(split.url) as (reader, writer):
+        writer.write(HEAD + b'transfer-encoding: chunked\r\n\r\n5\r\n{"pro\r\nnonsense\r\n')
+        await until(lambda: split.gateway.open.num == 0)
+        for _ in range(40):
+            writer.write(b"x" * 65536)
+            await asyncio.sleep(0)
+        status, body = await answer(reader)
+        assert status == 400 and b"not a valid HTTP request" in body
+    await split.settled()
+
+
 # -- clients that do not read -------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 
+import pytest
 from router.fleet import SHORT, Fleet, RawWorker, running_fleet
 from workers.scripted import serving, until
 
@@ -74,3 +75,33 @@ async def test_a_client_that_reads_late_misses_nothing(tokenizer: Tokenizer, inf
             writer.transport.resume_reading()
             assert await rest_of(reader) == b"".join(parts)
         writer.close()
+
+
+async def test_what_follows_the_end_mark_is_nobodys(tokenizer: Tokenizer, info: bytes) -> None:
+    """In the same part, in a later one, or cut; and the words inside an event are no end mark."""
+    text = b'data: {"choices":[{"index":0,"text":": data: [DONE]"}]}\n\n'
+    behind = b'data: {"choices":[{"index":0,"text":"more"}]}\n\n'
+    for parts in ([text + END + behind], [text, END + behind], [text, END[:9], END[9:] + behind + END]):
+        async with running_fleet(tokenizer, {}) as fleet, serving(RawWorker(info, parts)) as address:
+            fleet.registry.set_members([MemberSettings(address, "both", "raw")])
+            await fleet.poll()
+            status, raw, _ = await fleet.post({"prompt": SHORT, "stream": True})
+            assert (status, raw) == (200, text + END), parts
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_event_without_end_is_not_kept(
+    tokenizer: Tokenizer, info: bytes, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    monkeypatch.setattr("kvbaton.router.stream.MAX_EVENT_BYTES", 100_000)
+    worker = RawWorker(info, [*events(begun, 1), b"data: ", *[b"x" * 10_000] * 50])
+    async with running_fleet(tokenizer, {}) as fleet, serving(worker) as address:
+        fleet.registry.set_members([MemberSettings(address, "both", "raw")])
+        await fleet.poll()
+        status, answer, _ = await fleet.post({"prompt": SHORT, "stream": True})
+        if begun:
+            assert status == 200 and b'"code":"worker_error"' in answer and b"xxx" not in answer
+        else:
+            assert (status, answer["error"]["code"]) == (502, "worker_error")
+        line = 'kvbaton_router_member_failures_total{cause="connection_lost",member="raw"}'
+        assert fleet.counter(line) >= 1

@@ -116,7 +116,7 @@ async def test_a_worker_that_says_nothing_is_not_waited_for() -> None:
         writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk(b"one"))
         await reader.read()
 
-    async with HttpClient(2.0, 0.05) as client, listening(handler) as url:
+    async with HttpClient(2.0, 0.5) as client, listening(handler) as url:
         parts = []
         with pytest.raises(TimeoutError):
             async with client.post(url + "/", data=b"", headers={}) as response:
@@ -159,3 +159,62 @@ async def test_what_nobody_takes_is_not_read(client: HttpClient) -> None:
         async for part in response.content.iter_any():
             total += len(part)
         assert total == 1000 * 65536
+
+
+@pytest.mark.parametrize(("said", "asked_again"), [(b"", True), (b"HTTP/1.1 2", False)])
+async def test_a_kept_connection_that_was_closing_costs_nothing(
+    client: HttpClient, said: bytes, asked_again: bool
+) -> None:
+    """The worker closes it as the next call comes. A call of which a byte was answered is not made again."""
+    bodies: list[list[bytes]] = []
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        bodies.append([])
+        while request := await request_of(reader):
+            bodies[-1].append(request.partition(b"\r\n\r\n")[2])
+            if len(bodies) == 1 and len(bodies[-1]) == 2:
+                writer.write(said)
+                return
+            writer.write(HEAD + b"content-length: 2\r\n\r\nok")
+
+    async def ask(url: str, body: bytes) -> bytes:
+        async with client.post(url + "/", data=body, headers={}) as response:
+            return await response.read()
+
+    async with listening(handler) as url:
+        assert await ask(url, b"one") == b"ok"
+        if asked_again:
+            assert await ask(url, b"two") == b"ok"
+            assert bodies == [[b"one", b"two"], [b"two"]]
+        else:
+            with pytest.raises(aiohttp.ClientError):
+                await ask(url, b"two")
+            assert bodies == [[b"one", b"two"]]
+        client.close()
+
+
+async def test_a_worker_that_died_of_a_call_is_not_asked_again(client: HttpClient) -> None:
+    """Its connection was lost, and nobody listens any more: the call failed, it is not one that never came."""
+    server: asyncio.Server | None = None
+    num_calls = 0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_calls
+        while await request_of(reader):
+            num_calls += 1
+            if num_calls == 2:
+                assert server is not None
+                server.close()
+                break
+            writer.write(HEAD + b"content-length: 2\r\n\r\nok")
+        writer.close()
+
+    server = await asyncio.start_server(handler, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    async with client.post(url, data=b"", headers={}) as response:
+        assert await response.read() == b"ok"
+    with pytest.raises(aiohttp.ServerDisconnectedError):
+        async with client.post(url, data=b"", headers={}):
+            pass
+    assert num_calls == 2
+    await server.wait_closed()
