@@ -15,11 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import httpx2
 
 KVBATON = [sys.executable, "-m", "kvbaton.cli.main"]
 ARMS = ["--colocated", "2", "--prefill", "1", "--decode", "1"]
@@ -27,20 +32,21 @@ ARMS = ["--colocated", "2", "--prefill", "1", "--decode", "1"]
 # learns would be another one in each of them.
 COMMON = ["--up-flag=--threads=1", "--up-flag=--threshold-tokens=64", "--realtime", "--max-lag-ms", "20", "--quiet"]
 COMPARISONS: dict[str, dict[str, Any]] = {
-    # A prompt of 3,000 tokens holds a worker for one to three seconds, in chunks that every open stream waits for. Half
-    # the requests are such prompts, so that more than one gap in twenty is hit, and one prefill worker serves them with
-    # room to spare; the gates are wide, so that the gaps decide. Chunks of 512 hit fewer gaps than one in twenty, each
-    # for half a second: a p95 does not show them, so they are not tried. Arrivals are steadier than Poisson's, or the
-    # two runs of an arm would differ by their luck (34 requests and 46, p95 ITL 264 and 132 ms, in one such pair).
+    # A prompt of 3,000 tokens holds a worker for one to three seconds, in chunks that every open stream waits for. One
+    # request in three is such a prompt, as often as keeps one prefill worker busy for "prefill_share" of the time at
+    # the speed that the machine has just then (it differs by more than two within minutes): with it, chunks of every
+    # size that is tried hit more than one gap in twenty of the single pool. The gates are wide: the gaps decide.
+    # Arrivals are steadier than Poisson's, or the two runs of an arm differ by their luck (34 requests and 46, p95 ITL
+    # 264 and 132 ms, in one such pair).
     "long": {
         "expected": "split",
         "report": "long-prompts",
+        "prefill_share": (0.75, 3000, 3),
         "load": [
             *("--title", "Long prompts into open streams: 2 colocated against 1 prefill + 1 decode"),
-            *("--rate", "0.7", "--arrivals", "gamma", "--cv", "0.5"),
-            *("--input", "mix:32@1,3000@1", "--output", "64"),
+            *("--arrivals", "gamma", "--cv", "0.5", "--input", "mix:32@2,3000@1", "--output", "64"),
             *("--ttft-slo", "25000", "--tpot-slo", "200"),
-            *("--tune", "--chunk-tokens 256", "--tune", "--chunk-tokens 128"),
+            *("--tune", "--chunk-tokens 512", "--tune", "--chunk-tokens 256", "--tune", "--chunk-tokens 128"),
         ],
         "duration": 80,
         "small": 15,
@@ -73,6 +79,8 @@ def compare(name: str, small: bool, profile: Path) -> int:
     out = Path("compare-small" if small else "docs/reports") / wanted["report"]
     command = [*KVBATON, "compare", *ARMS, *COMMON, *wanted["load"], "--out", str(out)]
     command += ["--duration", str(wanted["small" if small else "duration"]), "--warmup", "4", "--cooldown", "5"]
+    if "prefill_share" in wanted:
+        command += ["--rate", f"{rate_of_long_prompts(*wanted['prefill_share']):.2f}"]
     if profile.exists():
         command += ["--profile", str(profile)]
     if subprocess.run(command, check=False).returncode not in (0, 1):
@@ -102,6 +110,24 @@ def stop_fleet(fleet: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(fleet.pid, signal.SIGKILL)
         fleet.wait()
+
+
+def rate_of_long_prompts(share: float, tokens: int, requests_each: int) -> float:
+    """Requests a second that keep a prefill worker busy ``share`` of the time, one in ``requests_each`` being long."""
+    fleet, ready = start_fleet(["--colocated", "2"])
+    try:
+        took_s = []
+        for seed in range(3):
+            prompt = random.Random(seed).choices(range(1000, 40_000), k=tokens)
+            body = {"model": ready["model"], "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            begun_s = time.monotonic()
+            httpx2.post(f"{ready['url']}/v1/completions", json=body, timeout=120).raise_for_status()
+            took_s.append(time.monotonic() - begun_s)
+    finally:
+        stop_fleet(fleet)
+    rate_per_s = requests_each * share / statistics.median(took_s)
+    print(f"{tokens} tokens take {statistics.median(took_s):.2f} s: {rate_per_s:.2f} requests/s", file=sys.stderr)
+    return rate_per_s
 
 
 def profile_worker(path: Path) -> int:
