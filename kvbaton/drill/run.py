@@ -30,7 +30,6 @@ from kvbaton.router.control import Command
 from kvbaton.types import KvbatonError, RemoteError
 
 FIRST_LOOK_S = 10.0
-HEAL_S = 90.0  # for the fleet to be whole again
 STEADY_CANARIES = 3  # right ones in a row before the fault, and after recovery
 STEADY_S = 45.0
 Tell = Callable[[str], None]
@@ -47,6 +46,7 @@ class Settings:
     max_tokens: int = 32
     long_answer_tokens: int = 160
     settle_s: float = 60.0  # until nothing is held any more; longer than a lease
+    heal_s: float = 90.0  # for the fleet to be whole again; workers of some engines take minutes to start
 
 
 class DrillRecord(msgspec.Struct, frozen=True):
@@ -116,13 +116,13 @@ async def rehearse(stage: Stage, scenario: Scenario, run: int, seed: str, settin
     async with stage.watching():
         try:
             await _canaries(stage, begun_s)
-            async with asyncio.timeout(4 * HEAL_S):
+            async with asyncio.timeout(4 * settings.heal_s):
                 await scenario.act(stage)
         except (Unfinished, KvbatonError, TimeoutError) as error:
             problem = f"not carried out: {error or type(error).__name__}"
         finally:
             await stage.put_right()
-        whole_s = await _healed(stage)
+        whole_s = await _healed(stage, settings.heal_s)
         with suppress(Unfinished):
             await _canaries(stage, stage.now_s())
         await traffic.end()
@@ -144,7 +144,7 @@ async def _canaries(stage: Stage, since_s: float) -> None:
     await stage.until(right, f"{STEADY_CANARIES} right canaries in a row", STEADY_S)
 
 
-async def _healed(stage: Stage) -> float | None:
+async def _healed(stage: Stage, heal_s: float) -> float | None:
     """Since when the fleet is whole; None when it did not become so."""
 
     async def whole() -> bool:
@@ -152,7 +152,7 @@ async def _healed(stage: Stage) -> float | None:
         return len(stage.looks) > 1 and all(stage.is_whole(seen) for seen in stage.looks[-2:])
 
     try:
-        await stage.until(whole, "the fleet to be whole", HEAL_S)
+        await stage.until(whole, "the fleet to be whole", heal_s)
     except Unfinished:
         return None
     broken = [i for i, seen in enumerate(stage.looks) if not stage.is_whole(seen)]

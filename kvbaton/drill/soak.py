@@ -27,7 +27,7 @@ from kvbaton.drill.resources import Held, Watch
 from kvbaton.drill.run import held, machine_of_the_drill, whole_at_first
 from kvbaton.drill.samples import FleetSeen
 from kvbaton.drill.soak_faults import Faults
-from kvbaton.drill.soak_load import Mixture, Sent, TraceLoad
+from kvbaton.drill.soak_load import Builder, Letters, Mixture, Sent, TraceLoad
 from kvbaton.drill.soak_verdict import Seen, SoakRecord, counted, latencies, problems_of, router_count
 from kvbaton.drill.stage import Stage, Unfinished
 from kvbaton.drill.traffic import Traffic, make_prompts
@@ -36,7 +36,7 @@ from kvbaton.kv.shared_pool import SHM_DIR, segment_name
 from kvbaton.plan.advise import parse_metrics
 from kvbaton.plan.workload import Trace
 from kvbaton.router.control import Command
-from kvbaton.types import KvbatonError, RemoteError
+from kvbaton.types import KvbatonError, LocalError, RemoteError
 
 LOOK_EVERY_S = 2.0
 REST_S = 200.0  # connections that are kept for a while are closed by then
@@ -265,9 +265,12 @@ class Ended:
         return self.record
 
 
-def builders(tokenizer: Tokenizer, seed: int) -> tuple[PromptBuilder, PromptBuilder | None]:
+def builders(tokenizer: Tokenizer, seed: int) -> tuple[Builder, Builder | None]:
     """For completions and for chat."""
-    plain = PromptBuilder(tokenizer, seed)
+    try:
+        plain = PromptBuilder(tokenizer, seed)
+    except LocalError:  # a tokenizer without words
+        return Letters(tokenizer, seed), None
     if not tokenizer.has_chat_template:
         return plain, None
     return plain, PromptBuilder(tokenizer, seed, lambda text: len(tokenizer.chat([{"role": "user", "content": text}])))

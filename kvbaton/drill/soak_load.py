@@ -12,13 +12,14 @@ import json
 from collections.abc import Iterator, Sequence
 from math import ceil, pi, sin
 from random import Random
+from string import ascii_lowercase
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import aiohttp
 import msgspec
 
-from kvbaton.bench.prompts import PromptBuilder
+from kvbaton.bench.prompts import Codec
 from kvbaton.plan.workload import Trace, synthetic
 from kvbaton.types import LocalError
 
@@ -53,6 +54,33 @@ class Sent(msgspec.Struct, frozen=True):
     ttft_s: float | None = None
     tpot_s: float | None = None
     request_id: str = ""  # by the router's word; begins with the life of that router
+
+
+class Builder(Protocol):
+    """The part of ``PromptBuilder`` that is needed here."""
+
+    def text(self, num_tokens: int, key: str, blocks: Sequence[int] = (), block_tokens: int = 0) -> str: ...
+
+    def ids(self, num_tokens: int, key: str, blocks: Sequence[int] = (), block_tokens: int = 0) -> list[int]: ...
+
+
+class Letters:
+    """Prompts of single letters, for tokenizers that have no words: each byte is a token there."""
+
+    def __init__(self, tokenizer: Codec, seed: int) -> None:
+        self._tokenizer, self._seed = tokenizer, seed
+
+    def text(self, num_tokens: int, key: str, blocks: Sequence[int] = (), block_tokens: int = 0) -> str:
+        keys = [*(f"block:{block}" for block in blocks), key]
+        lengths = [block_tokens] * len(blocks) + [num_tokens]
+        parts = (
+            "".join(Random(f"{self._seed}:{key}").choices(ascii_lowercase, k=length))
+            for key, length in zip(keys, lengths, strict=True)
+        )
+        return "".join(parts)[:num_tokens]
+
+    def ids(self, num_tokens: int, key: str, blocks: Sequence[int] = (), block_tokens: int = 0) -> list[int]:
+        return self._tokenizer.encode(self.text(num_tokens, key, blocks, block_tokens), False)
 
 
 class Mixture:
@@ -114,9 +142,7 @@ def tide(rate_per_s: float, at_s: float, swing: float, period_s: float) -> float
 class TraceLoad:
     """Sends a mixture to ``url``."""
 
-    def __init__(
-        self, url: str, mixture: Mixture, builders: tuple[PromptBuilder, PromptBuilder | None], deadline_s: float
-    ) -> None:
+    def __init__(self, url: str, mixture: Mixture, builders: tuple[Builder, Builder | None], deadline_s: float) -> None:
         """``builders``: for completions, and for chat where the model has a template."""
         self.sent: list[Sent] = []
         self.num_started = 0

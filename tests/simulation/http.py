@@ -168,8 +168,9 @@ class Caller:
         self.world, self.process = world, process
         self.connect_timeout_s, self.stall_timeout_s = connect_timeout_s, stall_timeout_s
 
-    def post(self, url: str, *, data: bytes, headers: Mapping[str, str]) -> Call:
+    def post(self, url: str, *, data: bytes, headers: Mapping[str, str], allow_redirects: bool = False) -> Call:
         return Call(self, "POST", url, data, headers)
 
-    def get(self, url: str, headers: Mapping[str, str]) -> Call:
+    def get(self, url: str, headers: Mapping[str, str], allow_redirects: bool = False) -> Call:
+        assert not allow_redirects, "nobody is followed to another address"
         return Call(self, "GET", url, b"", headers)

@@ -1,14 +1,19 @@
 """An asyncio event loop whose clock is a number: it jumps to the next timer when nothing is ready to run.
 
 Invariants: no socket, no thread, no wall clock; the same program makes the same steps, since callbacks run in the order
-in which they were made and timers in the order of their times. An exception that nobody takes is kept in ``errors`` and
-stops the loop, so that a broken invariant ends a run at the step that broke it. Knows nothing about what runs on it.
+in which they were made and timers in the order of their times, those of one moment in the order they were made. An
+exception that nobody takes is kept in ``errors`` and stops the loop, so that a broken invariant ends a run at the step
+that broke it. Knows nothing about what runs on it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+from asyncio.events import TimerHandle
 from collections.abc import Callable
+from contextvars import Context
+from itertools import count
 from typing import Any
 
 
@@ -22,20 +27,45 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now_s = 0.0
         self.errors: list[BaseException] = []
         self.ending = False  # what still fails is of no interest any more
-        self._selector = self  # asked for events by the base class
+        self._timers: list[tuple[float, int, TimerHandle]] = []
+        self._numbers = count()
         self.set_exception_handler(self._keep)
 
     def time(self) -> float:
         return self.now_s
 
-    def select(self, timeout: float | None) -> list[Any]:
-        """The base class waits here for sockets; we have none, so time passes."""
-        if timeout is None:
-            raise NothingLeft("nobody has anything to do any more, yet somebody waits")
-        self.now_s += timeout
-        return []
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> TimerHandle:  # type: ignore[override]
+        timer = TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
 
-    def _process_events(self, event_list: list[Any]) -> None: ...
+    def call_later(
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> TimerHandle:  # type: ignore[override]
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
+        """It is passed over when its time comes."""
+
+    def _run_once(self) -> None:
+        """What is ready now; if nothing is, what comes next. The base class would wait for sockets in between."""
+        timers, ready = self._timers, self._ready  # type: ignore[attr-defined]
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+            if not timers:
+                raise NothingLeft("nobody has anything to do any more, yet somebody waits")
+            self.now_s = max(self.now_s, timers[0][0])
+        while timers and timers[0][0] <= self.now_s:
+            timer = heapq.heappop(timers)[2]
+            if not timer.cancelled():
+                ready.append(timer)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def _write_to_self(self) -> None: ...
 
