@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from kvbaton.types import LocalError
 
@@ -34,6 +35,15 @@ from kvbaton.types import LocalError
 @click.option("--rdma", type=int, default=0, show_default=True, help="RDMA devices of one worker.")
 @click.option("--model-claim", default="models", show_default=True, help="PersistentVolumeClaim that holds the model.")
 @click.option("--key-secret", default="", help="Existing Secret with `internal-key`.  [default: one is written]")
+@click.option(
+    "--engine",
+    type=click.Choice(["embedded", "vllm", "sglang"]),
+    default="embedded",
+    show_default=True,
+    help="What computes; another engine's server runs beside each worker.",
+)
+@click.option("--engine-image", default="", help="Container image of that server, with a version or digest.")
+@click.option("--engine-args", default="", help="More flags of that server's, in quotes.")
 @click.option("--drain-s", type=int, default=120, show_default=True, help="How long open requests may run at the end.")
 @click.option(
     "--fabric-key", default="topology.kubernetes.io/zone", show_default=True, help="Node label of one fabric."
@@ -41,8 +51,8 @@ from kvbaton.types import LocalError
 @click.option(
     "--prometheus", "prometheus_url", default="http://prometheus-operated.monitoring.svc:9090", show_default=True
 )
-@click.option("--ttft", "ttft_s", type=float, default=1.0, show_default=True, help="TTFT gate in seconds.")
-@click.option("--tpot", "tpot_s", type=float, default=0.05, show_default=True, help="TPOT gate in seconds.")
+@click.option("--ttft", "ttft_s", type=float, help="TTFT gate in seconds.  [default: the plan's, else 1]")
+@click.option("--tpot", "tpot_s", type=float, help="TPOT gate in seconds.  [default: the plan's, else 0.05]")
 @click.option("--overwrite", is_flag=True, help="Write into a directory that is not empty.")
 @click.option("--json", "as_json", is_flag=True, help="List the files as JSON.")
 def deploy_command(
@@ -70,10 +80,10 @@ def deploy_command(
     if growth < 1:
         raise LocalError(f"growth is {growth:g}", field="--growth", fix="1 or more")
     resources = Resources(**{name: given.pop(name) for name in ("cpu", "memory", "gpus", "rdma")})
-    ttft_s, tpot_s = given.pop("ttft_s"), given.pop("tpot_s")
+    limits = {name: given.pop(name) for name in ("ttft_s", "tpot_s")}
     counts = {"prefill": prefill, "decode": decode, "colocated": colocated}
     named = {name: count for name, count in counts.items() if count is not None}
-    band: dict[str, Any] = {}
+    gates = Gates()
     if plan is not None:
         if named:
             raise LocalError(f"--{next(iter(named))} and --plan both set the pools", field="--plan", fix="give one")
@@ -81,11 +91,11 @@ def deploy_command(
             raw = plan.read_bytes()
         except OSError as error:
             raise LocalError(f"cannot read {plan}: {error.strerror}", field="--plan") from error
-        pools, planned = pools_of_plan(raw, resources, growth)
-        band = {"ratio_low": planned.ratio_low, "ratio_high": planned.ratio_high}
+        pools, gates = pools_of_plan(raw, resources, growth)
     else:
         pools = {name: Pool(count, round(count * growth), resources) for name, count in named.items()}
-    spec = DeploySpec(**{**pools, **given}, gates=Gates(ttft_s=ttft_s, tpot_s=tpot_s, **band))
+    told = {name: limit for name, limit in limits.items() if limit is not None}
+    spec = DeploySpec(**{**pools, **given}, gates=msgspec.structs.replace(gates, **told))
     key = None if spec.key_secret else secrets.token_urlsafe(32)
     paths = write(spec, output, key, overwrite)
     if as_json:

@@ -228,6 +228,36 @@ def _hand_off(gates: Gates) -> tuple[Panel, ...]:
             gates.transfer_share * gates.ttft_s,
         ),
         Panel(
+            "After the transfer",
+            "s",
+            {
+                "decode queue p50": quantile(0.5, "kvbaton_worker_decode_queue_seconds", _WINDOW),
+                "decode queue p99": quantile(0.99, "kvbaton_worker_decode_queue_seconds", _WINDOW),
+                "first step p99": quantile(0.99, "kvbaton_worker_first_step_seconds", _WINDOW, path="remote"),
+            },
+            "From KV in place to the second token: a long queue here means that decode steps are long or batches full.",
+        ),
+        Panel(
+            "Between the pools",
+            "short",
+            {
+                "receiving": f"sum({series('kvbaton_worker_receiving_requests')})",
+                "held": f"sum({series('kvbaton_worker_held_requests')})",
+                "refused for want of room/s": rate("kvbaton_worker_reservations_refused_total", _WINDOW),
+            },
+            "Blocks reserved for prompts that are computed elsewhere, and prompts computed that nobody has read yet. "
+            "Many held: decode cannot take them; many receiving and none held: prefill is late.",
+        ),
+        Panel(
+            "Bandwidth of hand-offs",
+            "Bps",
+            {
+                f"p{round(100 * f)}": quantile(f, "kvbaton_worker_transfer_bytes_per_second", _WINDOW)
+                for f in (0.1, 0.5, 0.9)
+            },
+            "Bytes over time, waiting for layers that are computed meanwhile included: falls when prefill slows too.",
+        ),
+        Panel(
             "KV bytes",
             "Bps",
             {

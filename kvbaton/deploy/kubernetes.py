@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvbaton.deploy import engines
 from kvbaton.deploy.spec import DeploySpec, Pool, PoolName, Resources
 from kvbaton.router.discovery import ROLE_LABEL
 
@@ -18,6 +19,8 @@ WORKER_PORT, KV_PORT, ROUTER_PORT = 8101, 8102, 8000
 ROLES: dict[PoolName, str] = {"prefill": "prefill", "decode": "decode", "colocated": "both"}
 _GRACE_EXTRA_S = 30  # after the drain: for the process to close and the kubelet to notice
 _UID = 10001
+_CANARY_S = 30  # between two canary prompts of a router: the alert on wrong tokens has nothing to say without them
+_OTHERS: dict[PoolName, PoolName] = {"prefill": "decode", "decode": "prefill"}
 
 
 def render_pool(spec: DeploySpec, name: PoolName, pool: Pool) -> list[Manifest]:
@@ -77,7 +80,11 @@ def render_network(spec: DeploySpec) -> list[Manifest]:
     policies = []
     for name in spec.pools:
         ingress: list[Manifest] = [{"from": [from_router, scraper], "ports": [_tcp(WORKER_PORT)]}]
-        if name == "prefill":
+        other = _OTHERS.get(name)
+        if other is not None and spec.engine != "embedded":
+            # Servers choose ports for their transfers, and either side may call the other: nobody else may.
+            ingress.append({"from": [_from_pods(_labels(spec, other))]})
+        elif name == "prefill":
             ingress.append({"from": [_from_pods(_labels(spec, "decode"))], "ports": [_tcp(KV_PORT)]})
         policy = _object(
             "networking.k8s.io/v1", "NetworkPolicy", spec, f"{spec.name}-{name}", _labels(spec, ROLES[name])
@@ -113,21 +120,26 @@ def _object(api: str, kind: str, spec: DeploySpec, name: str, labels: dict[str, 
 
 def _worker_pod(spec: DeploySpec, name: PoolName, pool: Pool, labels: dict[str, str]) -> Manifest:
     arguments = ["worker", "--role", ROLES[name], "--model", f"/models/{spec.model}", "--dtype", spec.dtype]
-    arguments += ["--host", "$(POD_IP)", "--port", str(WORKER_PORT), "--transport", spec.transport]
+    embedded = spec.engine == "embedded"
+    arguments += ["--host", "$(POD_IP)", "--port", str(WORKER_PORT)]
+    ports = [{"name": "http", "containerPort": WORKER_PORT}]
+    if embedded:
+        arguments += ["--transport", spec.transport]
+        ports.append({"name": "kv", "containerPort": KV_PORT})
     if name != "colocated":
-        arguments += ["--kv-host", "$(POD_IP)", "--kv-port", str(KV_PORT)]
-    arguments += ["--drain-s", str(spec.drain_s)]
+        arguments += ["--kv-host", "$(POD_IP)", *(("--kv-port", str(KV_PORT)) if embedded else ())]
+    arguments += [*engines.worker_arguments(spec), "--drain-s", str(spec.drain_s)]
     container: Manifest = {
         "name": "worker",
         "image": spec.image,
         "args": arguments,
-        "env": [*_environment(spec), _field("POD_IP", "status.podIP")],
-        "ports": [{"name": "http", "containerPort": WORKER_PORT}, {"name": "kv", "containerPort": KV_PORT}],
+        "env": [*_environment(spec), *engines.key_of_servers(spec), _field("POD_IP", "status.podIP")],
+        "ports": ports,
         # Loading a model takes minutes; a worker that is loaded answers /health whatever its load.
         "startupProbe": _probe("/ready", period_s=5, failures=360),
         "readinessProbe": _probe("/ready", period_s=5, failures=2),
         "livenessProbe": _probe("/health", period_s=10, failures=6),
-        "resources": _resources(pool.resources),
+        "resources": _resources(pool.resources if embedded else engines.ADAPTER),
         "securityContext": _locked_down(),
         "volumeMounts": [
             {"name": "models", "mountPath": "/models", "readOnly": True},
@@ -135,17 +147,24 @@ def _worker_pod(spec: DeploySpec, name: PoolName, pool: Pool, labels: dict[str, 
             {"name": "cache", "mountPath": "/cache"},
         ],
     }
-    if pool.resources.rdma:
-        container["securityContext"] = {**_locked_down(), "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+    computes = container
     pod = _pod(spec, container)
+    if not embedded:
+        computes = engines.server(spec, name, _resources(pool.resources), pool.resources.gpus)
+        computes["securityContext"] = _locked_down()
+        container["volumeMounts"].append({"name": "events", "mountPath": engines.EVENTS_DIR})
+        pod["initContainers"] = [computes]
+    if pool.resources.rdma:
+        computes["securityContext"] = {**_locked_down(), "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
     pod["volumes"] = [
         {"name": "models", "persistentVolumeClaim": {"claimName": spec.model_claim, "readOnly": True}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pool.resources.shm}},
         {"name": "cache", "emptyDir": {}},
+        *({"name": volume, "emptyDir": {}} for volume in (() if embedded else ("events", "tmp"))),
     ]
     pod["automountServiceAccountToken"] = False
     pod["topologySpreadConstraints"] = [_spread("kubernetes.io/hostname", labels)]
-    other = {"prefill": "decode", "decode": "prefill"}.get(name)
+    other = _OTHERS.get(name)
     if other is not None:  # pairs on one fabric: a hand-off across it costs far more
         term = {"labelSelector": {"matchLabels": _labels(spec, other)}, "topologyKey": spec.fabric_key}
         preferred = [{"weight": 100, "podAffinityTerm": term}]
@@ -164,6 +183,9 @@ def _router_pod(spec: DeploySpec, labels: dict[str, str]) -> Manifest:
             "router",
             *("--host", "0.0.0.0", "--port", str(ROUTER_PORT), "--model", f"/models/{spec.model}"),
             *("--discover", f"kubernetes:{selector}", "--worker-port", str(WORKER_PORT)),
+            *("--ttft-slo-s", f"{spec.gates.ttft_s:g}", "--tpot-slo-s", f"{spec.gates.tpot_s:g}", *_band(spec)),
+            # Servers of other engines answer a greedy prompt a little differently from batch to batch.
+            *(("--canary-interval", str(_CANARY_S)) if spec.engine == "embedded" else ()),
         ],
         "env": [*_environment(spec), _field("POD_NAMESPACE", "metadata.namespace")],
         "ports": [{"name": "http", "containerPort": ROUTER_PORT}],
@@ -174,6 +196,8 @@ def _router_pod(spec: DeploySpec, labels: dict[str, str]) -> Manifest:
             "requests": {"cpu": "2", "memory": "2Gi"},
             "limits": {"memory": "2Gi"},
         },
+        # Clients are sent here until every node has heard that it ends. Workers need no pause: the router asks them.
+        "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
         "securityContext": _locked_down(),
         "volumeMounts": [
             {"name": "models", "mountPath": "/models", "readOnly": True},
@@ -188,6 +212,12 @@ def _router_pod(spec: DeploySpec, labels: dict[str, str]) -> Manifest:
     ]
     pod["topologySpreadConstraints"] = [_spread("kubernetes.io/hostname", labels)]
     return pod
+
+
+def _band(spec: DeploySpec) -> tuple[str, ...]:
+    """What the live page and the gauge of drift hold the ratio against."""
+    low, high = spec.gates.ratio_low, spec.gates.ratio_high
+    return () if low is None or high is None else ("--plan-band", f"{low:g},{high:g}")
 
 
 def _pod(spec: DeploySpec, container: Manifest) -> Manifest:

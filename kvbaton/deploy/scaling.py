@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbaton.deploy.dashboard import render_dashboard
 from kvbaton.deploy.kubernetes import Manifest, _labels, _object
-from kvbaton.deploy.queries import Gauge, decode_free_share, prefill_queue_delay_s
+from kvbaton.deploy.queries import Gauge, decode_free_share, prefill_queue_delay_s, series
 from kvbaton.deploy.rules import render_rules
 from kvbaton.deploy.spec import DeploySpec, Pool, PoolName
 
@@ -53,16 +53,18 @@ def _triggers(name: PoolName, pool: Pool) -> list[tuple[str, str, float, str]]:
     if name == "prefill":
         room = f"({decode_free_share()} > bool {pool.min_free_share:g})"
         waiting = Gauge("kvbaton_worker_waiting_prompt_tokens", "prefill")
+        delay = f"(({prefill_queue_delay_s(_WINDOW)} >= 0) or vector(0))"  # NaN while no prompt came: none waits
         return [
-            ("waiting-tokens", f"{waiting} * scalar({room})", pool.waiting_tokens_per_worker, "AverageValue"),
-            ("queue-delay", f"{prefill_queue_delay_s(_WINDOW)} * scalar({room})", pool.queue_delay_s, "Value"),
+            ("waiting-tokens", f"{waiting} * {room}", pool.waiting_tokens_per_worker, "AverageValue"),
+            ("queue-delay", f"{delay} * {room}", pool.queue_delay_s, "Value"),
         ]
     role = "both" if name == "colocated" else "decode"
     running, waiting = (Gauge(f"kvbaton_worker_{what}_requests", role) for what in ("running", "waiting"))
     free, blocks = Gauge("kvbaton_worker_blocks_free", role), Gauge("kvbaton_worker_blocks", role)
+    unrouted = f"sum({series('kvbaton_router_queued_requests')})"
     used_of_allowed = f"(1 - {free} / {blocks}) / {1 - pool.min_free_share:g}"
     found = [
-        ("sequences", f"{running} + {waiting}", float(pool.sequences_per_worker), "AverageValue"),
+        ("sequences", f"{running} + {waiting} + {unrouted}", float(pool.sequences_per_worker), "AverageValue"),
         ("blocks", used_of_allowed, 1.0, "Value"),
     ]
     if name == "colocated":
@@ -80,7 +82,9 @@ def _trigger(spec: DeploySpec, name: str, query: str, target: float, kind: str) 
             "serverAddress": spec.prometheus_url,
             "query": query,
             "threshold": f"{target:g}",
-            "ignoreNullValues": "true",  # no traffic yet is no load
+            # A query is written so that no traffic is 0. Nothing, then, means that nobody is scraped: an error, on
+            # which the pool keeps its size, where "true" would take it for an idle one.
+            "ignoreNullValues": "false",
         },
     }
 

@@ -7,6 +7,7 @@ Kubernetes beyond the names and quantities it has to pass on.
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from kvbaton.deploy.rules import Gates
 from kvbaton.types import LocalError
 
 PoolName = Literal["prefill", "decode", "colocated"]
+EngineName = Literal["embedded", "vllm", "sglang"]
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti)?")
 
@@ -64,6 +66,12 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.max_replicas > self.replicas
 
 
+def _check_image(image: str, field: str) -> None:
+    if re.search(r"[\s]", image) or image.endswith(":latest"):
+        fix = "name a version or a digest: workers of two builds must not meet under one tag"
+        raise LocalError(f"image {image!r} is not pinned", field=field, fix=fix)
+
+
 class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole deployment. Either prefill and decode pools, or a colocated one."""
 
@@ -78,7 +86,10 @@ class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_claim: str = "models"  # PersistentVolumeClaim that holds the model, mounted read-only at /models
     key_secret: str = ""  # an existing Secret with the key `internal-key`; empty: <name>-internal
     dtype: str = "bfloat16"
-    transport: Literal["auto", "shm", "tcp"] = "auto"
+    transport: Literal["auto", "shm", "tcp", "nixl"] = "auto"
+    engine: EngineName = "embedded"  # what computes; for another, its server runs beside each worker
+    engine_image: str = ""  # of that server
+    engine_args: str = ""  # more flags of that server's, as on a command line
     drain_s: int = 120
     fabric_key: str = "topology.kubernetes.io/zone"  # nodes with the same value share a fast fabric
     prometheus_url: str = "http://prometheus-operated.monitoring.svc:9090"
@@ -92,9 +103,8 @@ class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise LocalError(f"{getattr(self, field)!r} is no Kubernetes name", field=field, fix=fix)
         if not self.model or not self.image:
             raise LocalError("model and image are needed", field="model" if not self.model else "image")
-        if re.search(r"[\s]", self.image) or self.image.endswith(":latest"):
-            fix = "name a version or a digest: workers of two builds must not meet under one tag"
-            raise LocalError(f"image {self.image!r} is not pinned", field="image", fix=fix)
+        _check_image(self.image, "image")
+        self._check_engine()
         if (self.prefill is None) != (self.decode is None):
             raise LocalError(
                 "a split needs both pools",
@@ -107,6 +117,22 @@ class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise LocalError("there must be a router", field="router_replicas")
         if self.drain_s < 1:
             raise LocalError("draining takes a second or more", field="drain_s")
+
+    def _check_engine(self) -> None:
+        if self.engine == "embedded":
+            if self.engine_image or self.engine_args:
+                fix = "say which: engine vllm or sglang"
+                raise LocalError("the embedded engine has no server of its own", field="engine", fix=fix)
+            return
+        if not self.engine_image:
+            raise LocalError(f"a {self.engine} server needs an image", field="engine_image", fix="name its version")
+        _check_image(self.engine_image, "engine_image")
+        if self.transport != "auto":
+            raise LocalError(f"{self.engine} moves KV its own way", field="transport", fix="leave it out")
+        try:
+            shlex.split(self.engine_args)
+        except ValueError as error:
+            raise LocalError(f"engine_args cannot be read: {error}", field="engine_args") from None
 
     @property
     def pools(self) -> dict[PoolName, Pool]:

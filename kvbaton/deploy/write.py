@@ -19,6 +19,7 @@ from kvbaton.deploy.scaling import render_monitoring, render_scalers
 from kvbaton.deploy.spec import DeploySpec, Pool, Resources
 from kvbaton.plan.answer import Answer
 from kvbaton.types import UNREADABLE, LocalError
+from kvbaton.workers.vllm_server import key_for_servers
 
 SECRET_FILE = "secret.yaml"
 _DECODER = msgspec.json.Decoder(Answer)
@@ -39,6 +40,8 @@ def render_secret(spec: DeploySpec, key: str) -> Manifest:
     secret = _object("v1", "Secret", spec, spec.secret_name, _labels(spec, "router"))
     secret["type"] = "Opaque"
     secret["data"] = {"internal-key": base64.b64encode(key.encode()).decode()}
+    if spec.engine != "embedded":
+        secret["data"]["engine-key"] = base64.b64encode(key_for_servers(key).encode()).decode()
     return secret
 
 
@@ -89,9 +92,9 @@ def pools_of_plan(raw: bytes, resources: Resources, growth: float) -> tuple[dict
         wanted = msgspec.structs.replace(resources, gpus=num_gpus if resources.gpus else 0)
         return Pool(replicas, max_replicas=max(replicas, round(replicas * growth)), resources=wanted)
 
-    gates = Gates()
+    gates = Gates(answer.ttft_s or Gates().ttft_s, answer.tpot_s or Gates().tpot_s)
     if split and answer.drift is not None:
-        gates = Gates(ratio_low=answer.drift.low, ratio_high=answer.drift.high)
+        gates = msgspec.structs.replace(gates, ratio_low=answer.drift.low, ratio_high=answer.drift.high)
     if not split:
         return {"colocated": pool(layout.decode, layout.decode_sharding.num_gpus)}, gates
     return {

@@ -13,6 +13,8 @@ import yaml
 from kvbaton.deploy.dashboard import render_dashboard, rows
 from kvbaton.deploy.queries import metric, series, share
 from kvbaton.deploy.rules import Gates, alerts, render_rules, render_runbooks
+from kvbaton.deploy.scaling import render_scalers
+from kvbaton.deploy.spec import DeploySpec, Pool
 from kvbaton.observe.metrics import METRICS
 from kvbaton.types import LocalError
 
@@ -191,3 +193,71 @@ def test_a_healthy_fleet_raises_nothing_and_a_silent_one_neither(tmp_path: Path)
 @needs_promtool
 def test_each_trouble_raises_its_alert(tmp_path: Path) -> None:
     run_promtool(tmp_path, [fires(name, {**HEALTHY, **bad}, firing=True) for name, bad in TROUBLE.items()])
+
+
+# -- what KEDA asks: a number always while somebody is scraped, nothing when nobody is
+
+SCALED = DeploySpec("m", "k:1", prefill=Pool(1, 4), decode=Pool(1, 4))
+QUERIES = {
+    f"{scaler['metadata']['name'].removeprefix('kvbaton-')} {trigger['name']}": trigger["metadata"]["query"]
+    for scaler in render_scalers(SCALED)
+    for trigger in scaler["spec"]["triggers"]
+}
+IDLE: dict[str, str] = {
+    'kvbaton_worker_blocks{role="decode"}': "1000x10",
+    'kvbaton_worker_blocks_free{role="decode"}': "1000x10",
+    'kvbaton_worker_waiting_prompt_tokens{role="prefill"}': "0x10",
+    'kvbaton_worker_running_requests{role="decode"}': "0x10",
+    'kvbaton_worker_waiting_requests{role="decode"}': "0x10",
+    "kvbaton_router_queued_requests": "0x10",
+}
+BUSY: dict[str, str] = {
+    **IDLE,
+    'kvbaton_worker_blocks_free{role="decode"}': "575x10",
+    'kvbaton_worker_waiting_prompt_tokens{role="prefill"}': "5000x10",
+    'kvbaton_worker_running_requests{role="decode"}': "20x10",
+    'kvbaton_worker_waiting_requests{role="decode"}': "3x10",
+    "kvbaton_router_queued_requests": "4x10",
+    'kvbaton_worker_queue_seconds_bucket{role="decode",path="remote",le="1"}': "0+60x10",
+    'kvbaton_worker_queue_seconds_bucket{role="decode",path="remote",le="+Inf"}': "0+60x10",
+}
+# A histogram that exists and does not grow: its quantile is no number.
+STILL = {name: "60x10" if "queue_seconds" in name else text for name, text in {**BUSY, **IDLE}.items()}
+
+
+def answers(values: dict[str, str], expected: dict[str, float | None]) -> dict[str, Any]:
+    """None: no answer at all."""
+    return {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": text} for name, text in values.items()],
+        "promql_expr_test": [
+            {"expr": QUERIES[name], "eval_time": "8m",
+             "exp_samples": [] if value is None else [{"value": value, "labels": "{}"}]}
+            for name, value in expected.items()
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.peer
+@needs_promtool
+def test_scalers_get_zero_from_an_idle_fleet_and_nothing_from_one_that_is_not_scraped(tmp_path: Path) -> None:
+    zero = dict.fromkeys(QUERIES, 0.0)
+    full = {**BUSY, 'kvbaton_worker_blocks_free{role="decode"}': "100x10"}
+    unseen = {name: text for name, text in BUSY.items() if "decode" not in name}
+    run_promtool(tmp_path, [
+        answers(IDLE, zero),
+        answers(STILL, zero),
+        answers(BUSY, {"prefill waiting-tokens": 5000, "prefill queue-delay": 0.95, "decode sequences": 27,
+                       "decode blocks": (1 - 575 / 1000) / 0.85}),
+        # Prompts that wait because decode is full are no reason for more prefill.
+        answers(full, {"prefill waiting-tokens": 0, "prefill queue-delay": 0, "decode blocks": (1 - 100 / 1000) / 0.85}),
+        answers({}, dict.fromkeys(QUERIES)),
+        answers(unseen, dict.fromkeys(QUERIES)),
+    ])  # fmt: skip
+
+
+def test_a_query_without_an_answer_is_an_error_for_keda() -> None:
+    for scaler in render_scalers(SCALED):
+        for trigger in scaler["spec"]["triggers"]:
+            assert trigger["metadata"]["ignoreNullValues"] == "false"
+        assert scaler["spec"]["fallback"]["behavior"] == "currentReplicasIfHigher"
