@@ -61,6 +61,7 @@ class _Counters:
     num_preemptions: int = 0
     num_lease_expiries: int = 0
     num_failed_steps: int = 0
+    num_reservations_refused: int = 0
     prefill_busy_s: float = 0.0
     decode_busy_s: float = 0.0
 
@@ -196,6 +197,9 @@ class Engine:
             num_failed_steps=counters.num_failed_steps,
             prefill_busy_s=counters.prefill_busy_s,
             decode_busy_s=counters.decode_busy_s,
+            num_receiving=self._scheduler.num_receiving,
+            num_held=self._scheduler.num_held,
+            num_reservations_refused=counters.num_reservations_refused,
         )
 
     # -- engine thread -------------------------------------------------------------------------------------------
@@ -294,6 +298,7 @@ class Engine:
             self._counters.num_cached_tokens += num_cached
             future.set_result(Reservation(block_ids=tuple(seq.blocks), num_cached_tokens=num_cached))
         except Exception as error:
+            self._counters.num_reservations_refused += isinstance(error, CapacityError)
             future.set_exception(error)
 
     def _start_import(self, request_id: str, first: TokenOutput) -> None:

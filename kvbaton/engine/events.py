@@ -74,3 +74,6 @@ class EngineStats:
     num_failed_steps: int
     prefill_busy_s: float
     decode_busy_s: float
+    num_receiving: int  # blocks reserved, KV still to come from a peer
+    num_held: int  # computed here, not yet read by a peer
+    num_reservations_refused: int  # no room for KV that a peer would have computed

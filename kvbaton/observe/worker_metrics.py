@@ -5,7 +5,7 @@ Those with a ``stat`` are read from the engine's counters when scraped. Knows no
 
 from __future__ import annotations
 
-from kvbaton.observe.metric import SECONDS, Metric
+from kvbaton.observe.metric import BYTES_PER_S, SECONDS, Metric
 
 WORKER_METRICS: tuple[Metric, ...] = (
     # -- worker: requests
@@ -49,6 +49,30 @@ WORKER_METRICS: tuple[Metric, ...] = (
         ("role",),
         SECONDS,
     ),
+    Metric(
+        "kvbaton_worker_transfer_bytes_per_second",
+        "histogram",
+        "worker",
+        "KV bytes of a hand-off over its time, waiting for layers that are still computed included.",
+        ("role",),
+        BYTES_PER_S,
+    ),
+    Metric(
+        "kvbaton_worker_decode_queue_seconds",
+        "histogram",
+        "worker",
+        "Last KV byte in place to the start of the first decode step, of handed-over requests that decoded.",
+        ("role",),
+        SECONDS,
+    ),
+    Metric(
+        "kvbaton_worker_first_step_seconds",
+        "histogram",
+        "worker",
+        "First decode step to the second token; where the prompt was computed here, first token to second.",
+        ("role", "path"),
+        SECONDS,
+    ),
     # -- worker: engine, read when scraped
     Metric("kvbaton_worker_waiting_requests", "gauge", "worker", "Sequences waiting.", ("role",), stat="num_waiting"),
     Metric("kvbaton_worker_running_requests", "gauge", "worker", "Sequences running.", ("role",), stat="num_running"),
@@ -59,6 +83,30 @@ WORKER_METRICS: tuple[Metric, ...] = (
         "Sequences known to the engine, held and receiving ones too.",
         ("role",),
         stat="num_active",
+    ),
+    Metric(
+        "kvbaton_worker_receiving_requests",
+        "gauge",
+        "worker",
+        "Queue between the pools, decode side: blocks reserved, KV still to come from a peer.",
+        ("role",),
+        stat="num_receiving",
+    ),
+    Metric(
+        "kvbaton_worker_held_requests",
+        "gauge",
+        "worker",
+        "Queue between the pools, prefill side: computed, not yet read by a peer.",
+        ("role",),
+        stat="num_held",
+    ),
+    Metric(
+        "kvbaton_worker_reservations_refused_total",
+        "counter",
+        "worker",
+        "Hand-offs refused at their destination for want of KV blocks or places, before any prefill was spent.",
+        ("role",),
+        stat="num_reservations_refused",
     ),
     Metric(
         "kvbaton_worker_waiting_prompt_tokens",

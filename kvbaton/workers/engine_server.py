@@ -42,6 +42,7 @@ class EngineServer:
         self.num_open = 0
         self.num_done = 0  # remote requests that ended well
         self.num_failed = 0  # hand-offs that did not
+        self.num_refused = 0  # for want of room, before anything was asked of anybody
         self._api_key = api_key
         self._table = table
         self._path = path
@@ -123,6 +124,7 @@ class EngineServer:
         if self.num_open >= self._max_running + self._max_waiting:
             raise CapacityError("this worker's queue is full", fix="retry later")
         if remote and (self.figures.num_waiting or self.num_open >= self._max_running):
+            self.num_refused += 1
             raise CapacityError("the decode server has no room", fix="retry later or elsewhere")
         if remote and time.monotonic() - self.figures_at_s > FIGURES_MAX_AGE_S:
             raise CapacityError("the decode server does not say whether it has room", fix="retry later or elsewhere")
@@ -161,6 +163,7 @@ class EngineServer:
             transfer_bytes_received=figures.num_bytes_received,
             num_transfers=self.num_done,
             num_transfer_failures=self.num_failed + figures.num_failed_transfers,
+            num_reservations_refused=self.num_refused,
         )
 
 

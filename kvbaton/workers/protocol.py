@@ -73,6 +73,9 @@ class WorkerStats(msgspec.Struct, frozen=True):
     transfer_bytes_received: int = 0
     num_transfers: int = 0
     num_transfer_failures: int = 0
+    num_receiving: int = 0  # blocks reserved, KV still to come from a peer
+    num_held: int = 0  # computed here, not yet read by a peer
+    num_reservations_refused: int = 0  # no room for KV that a peer would have computed
 
 
 class Worker(Protocol):

@@ -334,6 +334,13 @@ class WorkerServer:
         if report.transfer_bytes:
             observe("kvbaton_worker_transfer_seconds", role, value=report.transfer_s, trace_id=trace_id)
             observe("kvbaton_worker_exposed_transfer_seconds", role, value=report.exposed_s, trace_id=trace_id)
+            if report.transfer_s:
+                rate = report.transfer_bytes / report.transfer_s
+                observe("kvbaton_worker_transfer_bytes_per_second", role, value=rate)
+        if report.first_step_s:  # it went on after its first token, and the engine says when
+            observe("kvbaton_worker_first_step_seconds", role, path, value=report.first_step_s, trace_id=trace_id)
+            if path == "remote":
+                observe("kvbaton_worker_decode_queue_seconds", role, value=report.decode_queue_s, trace_id=trace_id)
 
 
 def model_card(name: str, created_s: int, max_context: int) -> dict[str, object]:

@@ -250,7 +250,8 @@ def test_scalers_get_zero_from_an_idle_fleet_and_nothing_from_one_that_is_not_sc
         answers(BUSY, {"prefill waiting-tokens": 5000, "prefill queue-delay": 0.95, "decode sequences": 27,
                        "decode blocks": (1 - 575 / 1000) / 0.85}),
         # Prompts that wait because decode is full are no reason for more prefill.
-        answers(full, {"prefill waiting-tokens": 0, "prefill queue-delay": 0, "decode blocks": (1 - 100 / 1000) / 0.85}),
+        answers(full, {"prefill waiting-tokens": 0, "prefill queue-delay": 0,
+                       "decode blocks": (1 - 100 / 1000) / 0.85}),
         answers({}, dict.fromkeys(QUERIES)),
         answers(unseen, dict.fromkeys(QUERIES)),
     ])  # fmt: skip

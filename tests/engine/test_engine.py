@@ -194,6 +194,8 @@ def test_reserve_is_refused_when_there_is_no_room_and_takes_nothing(tiny_model_d
         with pytest.raises(CapacityError):
             engine.reserve(request("b", list(range(40))), Inbox()).result(WAIT_S)
         assert held(engine) == (1, 6, 0)
+        stats = engine.stats()
+        assert (stats.num_receiving, stats.num_held, stats.num_reservations_refused) == (1, 0, 1)
         engine.abort("a")
 
 
