@@ -17,11 +17,10 @@ import aiohttp
 
 from kvbaton.cli.autoscale_options import AutoscaleOptions
 from kvbaton.cli.fleet_control import FleetControl
+from kvbaton.cli.plan_watch import PlanWatch
 from kvbaton.cli.supervisor import Supervisor, Tell
-from kvbaton.observe.ratio import Totals
 from kvbaton.plan.advise import Scrape, parse_metrics
 from kvbaton.plan.autoscale_demand import PoolSeen
-from kvbaton.plan.autoscale_drift import DriftState, watch
 from kvbaton.plan.autoscale_seen import PoolCounts, Watched, WorkerCounts, look, mean_wait_s
 from kvbaton.plan.control import ScalingDecision, ScalingState, decide
 from kvbaton.router.control import Command
@@ -38,13 +37,13 @@ class Autoscaler:
     control: FleetControl
     options: AutoscaleOptions
     tell: Tell
+    plan: PlanWatch | None = None
     _state: ScalingState = field(default_factory=ScalingState)
     _watched: dict[Role, Watched] = field(default_factory=dict)
     _waits: dict[str, tuple[float, float]] = field(default_factory=dict)
     _starting: Counter[Role] = field(default_factory=Counter)
     _joined: set[str] = field(default_factory=set)  # names that the router has seen up
     _leaving: dict[str, Role] = field(default_factory=dict)
-    _drift: DriftState = field(default_factory=DriftState)
     _told: dict[Role, tuple[float, str]] = field(default_factory=dict)
 
     async def run(self, ready: asyncio.Event, stop: asyncio.Event) -> None:
@@ -72,7 +71,9 @@ class Autoscaler:
     async def _look(self, http: aiohttp.ClientSession) -> ScalingDecision:
         now_s = asyncio.get_running_loop().time()
         fleet, scrapes = await self._fleet(http), await self._scrapes(http)
-        self._follow_ratio(scrapes.pop("router", {}), now_s)
+        router = scrapes.pop("router", {})
+        if self.plan is not None:
+            self.plan.look(router, len(self.supervisor.workers), now_s)
         delays = {name: waits for name, each in scrapes.items() if (waits := _waits(each)) is not None}
         # Those that pull are told how long the prefill side let a prompt wait, and export it.
         delay_s = mean_wait_s(delays, self._waits) if delays else None
@@ -166,20 +167,6 @@ class Autoscaler:
                 self._starting[command.role] -= 1
             else:
                 self._leaving.pop(command.name, None)
-
-    # -- the plan ----------------------------------------------------------------------------------------------------
-
-    def _follow_ratio(self, router: Scrape, now_s: float) -> None:
-        if self.options.band is None or not router:
-            return
-        prompt, cached, output = (
-            sum(router.get(f"kvbaton_router_{what}_tokens_total", {}).values())
-            for what in ("prompt", "cached", "output")
-        )
-        drift = watch(Totals(now_s, prompt, cached, output), self._drift, self.options.band)
-        self._drift = drift.state
-        if drift.news:
-            self.tell("plan", drift.news)
 
 
 def _worker(member: dict[str, Any] | None) -> WorkerCounts | None:

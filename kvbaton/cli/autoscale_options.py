@@ -41,6 +41,7 @@ _FLAGS = (
     click.option("--scale-shrink-after-s", type=_POSITIVE, default=300.0, show_default=True,
                  help="Fewer workers must have been enough for so long before one drains."),
     click.option("--scale-start-s", type=_POSITIVE, default=20.0, show_default=True, help="How long a start takes."),
+    click.option("--scale-ratio", default="", help="LOW,HIGH: prefill workers for each decode worker to stay within."),
 )  # fmt: skip
 
 
@@ -77,5 +78,19 @@ def read(roles: list[Role], given: Mapping[str, Any], plan_band: str = "") -> Au
         shrink_after_s=given["scale_shrink_after_s"],
         drain_pause_s=given["scale_shrink_after_s"] / 10,
         start_s=given["scale_start_s"],
+        ratio_band=_ratio(given["scale_ratio"], pools),
     )
     return AutoscaleOptions(policy, given["scale_interval_s"], read_band(plan_band))
+
+
+def _ratio(text: str, pools: Mapping[Role, PoolPolicy]) -> tuple[float, float] | None:
+    if not text:
+        return None
+    if "prefill" not in pools:
+        raise LocalError("one pool has no ratio", field="scale_ratio", fix="leave it out, or start two pools")
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        fix = "give two numbers such as 0.5,2"
+        raise LocalError(f"scale_ratio {text!r} is not LOW,HIGH", field="scale_ratio", fix=fix) from None
+    return low, high  # which of them makes no sense the policy says

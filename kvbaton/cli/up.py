@@ -105,7 +105,7 @@ def up_command(
             asyncio.get_running_loop().add_signal_handler(number, on_signal)
         if given["tied"]:
             tie_to_parent(asyncio.get_running_loop(), on_signal)
-        async with control.listening(), scaling(scale, supervisor, control, progress.tell, (ready, stop)):
+        async with control.listening(), scaling(scale, supervisor, control, progress.tell, (ready, stop), logs):
             await supervisor.run(given["ready_timeout_s"] or START_S[fleet.worker.engine], on_ready, stop)
 
     asyncio.run(main())
@@ -120,14 +120,17 @@ async def scaling(
     control: FleetControl,
     tell: Tell,
     events: tuple[asyncio.Event, asyncio.Event],
+    directory: Path,
 ) -> AsyncIterator[None]:
     """The autoscaler beside the fleet, if one was asked for; its end never keeps the fleet from ending."""
     if scale is None:
         yield
         return
     from kvbaton.cli.autoscale import Autoscaler  # brings the planner along
+    from kvbaton.cli.plan_watch import PlanWatch
 
-    task = asyncio.create_task(Autoscaler(supervisor, control, scale, tell).run(*events))
+    plan = PlanWatch(scale.band, directory, tell) if scale.band is not None else None
+    task = asyncio.create_task(Autoscaler(supervisor, control, scale, tell, plan).run(*events))
     try:
         yield
     finally:

@@ -46,7 +46,7 @@ def watch(
             " again" if state.told != "unknown" else ""
         )
     else:
-        news = f"{news}, {place} the plan's {band.low:g} to {band.high:g}: plan again (kvbaton advise --write-scenario)"
+        news = f"{news}, {place} the plan's {band.low:g} to {band.high:g}: plan again"
     return Drift(ratio, place, news, DriftState(seen, place))
 
 

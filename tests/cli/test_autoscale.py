@@ -64,9 +64,11 @@ def test_flags_become_a_policy_of_each_pool() -> None:
     given = {
         "autoscale": True, "prefill_max": 3, "decode_max": None, "scale_interval_s": 2.0, "scale_queue_delay_s": 0.3,
         "scale_sequences": 16, "scale_shrink_after_s": 60.0, "scale_start_s": 9.0,
+        "scale_ratio": "0.5,2",
     }  # fmt: skip
     options = autoscale_options.read(["prefill", "decode", "decode"], given, "2,8")
     assert options is not None and options.band == Band(2.0, 8.0) and options.policy.start_s == 9.0
+    assert options.policy.ratio_band == (0.5, 2.0)
     assert options.policy.pools["prefill"].maximum == 3
     assert options.policy.pools["decode"].maximum == autoscale_options.LEAST_MAXIMUM
     assert options.policy.pools["decode"].sequences_per_worker == 16
