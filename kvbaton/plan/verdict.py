@@ -82,6 +82,8 @@ def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
         margin=scenario.search.margin,
         num_gpus=scenario.hardware.max_gpus,
         slo=_slo_text(scenario),
+        ttft_s=scenario.slo.ttft_ms / 1e3,
+        tpot_s=scenario.slo.tpot_ms / 1e3,
         colocated=arms[0],
         split=split,
         threshold_tokens=pair.layout.threshold if pair is not None and decision.verdict == "split" else None,
