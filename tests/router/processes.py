@@ -95,7 +95,7 @@ class ProcessFleet:
             for name, process in self.workers.items()
         )
         config = self._folder / "fleet.toml"
-        config.write_text(f"[router]\nthreshold_tokens = 0\npoll_interval_s = 0.1\npoll_timeout_s = 1.0\n{members}")
+        config.write_text(f"[router]\nthreshold_tokens = 0\npoll_interval_s = 0.1\npoll_timeout_s = 10.0\n{members}")
         self.router.arguments = ["router", "--config", str(config), "--model", str(self._model_dir), "--name", "tiny"]
         self.router.start()
 

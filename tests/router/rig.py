@@ -29,8 +29,10 @@ from kvbaton.types import Role
 from kvbaton.workers.native import NativeWorker, WorkerOptions
 from kvbaton.workers.server import ServerOptions, WorkerServer
 
-# A hand-off's own waits, short: they bound how long a test of a silent peer takes.
-BRISK = HandoffOptions(transport="tcp", lease_s=30.0, connect_s=1.0, heartbeat_s=0.1, silence_s=1.0, stall_s=0.5)
+# A hand-off's own waits. Where nobody falls silent they never end one, however slow the machine is ...
+PATIENT = HandoffOptions(transport="tcp", connect_s=60.0, frame_s=60.0, heartbeat_s=9.0, silence_s=60.0, stall_s=60.0)
+# ... where somebody does they bound how long the test takes.
+BRISK = HandoffOptions(transport="tcp", lease_s=30.0, connect_s=1.5, heartbeat_s=0.1, silence_s=2.0, stall_s=1.0)
 
 
 @dataclass
@@ -165,7 +167,7 @@ async def before(stack: AsyncExitStack, host: str, port: int) -> FaultProxy:
 
 @asynccontextmanager
 async def make_rig(
-    model_dir: Path, roles: dict[str, Role], handoff: HandoffOptions = BRISK, **settings: Any
+    model_dir: Path, roles: dict[str, Role], handoff: HandoffOptions = PATIENT, **settings: Any
 ) -> AsyncIterator[Rig]:
     """Every prompt is handed over if there is anybody to hand it over. Empty again at the end, or it fails."""
     async with AsyncExitStack() as stack:

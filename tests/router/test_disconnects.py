@@ -4,41 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from router.gates import gate_of
 from router.rig import Rig, make_rig
 from workers.scripted import until
 
-from kvbaton.workers.native import NativeWorker
-
 NUM_CLIENTS = 6
 PROMPT = "the quick brown fox and the lazy dog, " * 6  # several chunks
-
-
-class GatedModel:
-    """The engine's model, of which a step can be held open."""
-
-    def __init__(self, model: Any) -> None:
-        self._model, self.config, self.layout = model, model.config, model.layout
-        self.num_steps = 0
-        self.gate, self.inside = threading.Event(), threading.Event()
-        self.gate.set()
-
-    def forward(self, step: Any, kv: Any, on_layer: Callable[[int], None] | None = None) -> Any:
-        self.num_steps += 1
-        if not self.gate.is_set():
-            self.inside.set()
-            assert self.gate.wait(120), "the test never opened the gate"
-        return self._model.forward(step, kv, on_layer)
-
-
-def gate_of(worker: NativeWorker) -> GatedModel:
-    gated = GatedModel(worker.engine.model)
-    worker.engine.model = gated  # type: ignore[assignment]
-    return gated
 
 
 async def clients(rig: Rig) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
@@ -79,12 +52,19 @@ async def test_while_prompts_are_computed(tiny_model_dir: Path) -> None:
 
 
 async def test_while_answers_are_decoded(tiny_model_dir: Path) -> None:
+    """Each client has its first token, which prefill computes, and decode is in its first step."""
     async with make_rig(tiny_model_dir, {"p0": "prefill", "d0": "decode"}) as rig:
-        decode = rig.workers["d0"]
-        gated = gate_of(decode)
+        prefill, decode = rig.workers["p0"], rig.workers["d0"]
+        assert prefill._server is not None
+        sessions = prefill._server
+        before, gated = gate_of(prefill), gate_of(decode)
+        before.gate.clear()
         opened = await clients(rig)
-        await asyncio.gather(*(reader.readuntil(b"data: ") for reader, _ in opened))
+        # Decode reserves for all of them before any is decoded: its engine must not be in a step for that.
+        await until(lambda: before.inside.is_set() and sessions.stats().num_sessions == NUM_CLIENTS)
         gated.gate.clear()
+        before.gate.set()
+        await asyncio.gather(*(reader.readuntil(b"data: ") for reader, _ in opened))
         await until(gated.inside.is_set)
         await leave(rig, opened)
         num_steps = gated.num_steps
@@ -92,4 +72,4 @@ async def test_while_answers_are_decoded(tiny_model_dir: Path) -> None:
         await until(lambda: decode.stats().num_active == 0)
         await decode.check_empty()
         assert gated.num_steps == num_steps, "nothing was decoded for nobody"
-        await until(lambda: rig.workers["p0"].stats().num_blocks_pinned == 0)
+        await until(lambda: prefill.stats().num_blocks_pinned == 0)

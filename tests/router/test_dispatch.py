@@ -11,6 +11,7 @@ import pytest
 from router.fleet import LONG, SHORT, Fleet, RawWorker, ask_raw, running_fleet
 from workers.scripted import serving, sse_events, until
 
+from kvbaton.clock import MonotonicClock
 from kvbaton.config import MemberSettings
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.types import CapacityError, RemoteError
@@ -88,7 +89,10 @@ async def test_a_full_fleet_serves_in_turn(tokenizer: Tokenizer) -> None:
         assert [status for status, _, _ in await asyncio.gather(*posts)] == [200] * 12
 
 
-async def test_the_queue_is_bounded_and_lets_go_of_those_that_leave(tokenizer: Tokenizer) -> None:
+async def test_the_queue_is_bounded_and_lets_go_of_those_that_leave(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbaton.router.room.LONGEST_NAP_S", 3600.0)  # nobody is tried between two looks at the queue
     async with running_fleet(tokenizer, {"b0": "both"}, max_queued=2) as fleet:
         worker = fleet.workers["b0"]
         worker.gate.clear()
@@ -229,6 +233,16 @@ async def test_a_worker_that_never_answers_costs_a_deadline_not_a_client(tokeniz
             assert len(worker.seen) == 1
 
 
+class Stopped:
+    """A clock."""
+
+    def __init__(self) -> None:
+        self._at_s = MonotonicClock().now_s()
+
+    def now_s(self) -> float:
+        return self._at_s
+
+
 async def test_a_worker_that_hangs_up_is_not_asked_twice(tokenizer: Tokenizer) -> None:
     """A listener that closes every connection at once: the other worker answers."""
 
@@ -245,6 +259,7 @@ async def test_a_worker_that_hangs_up_is_not_asked_twice(tokenizer: Tokenizer) -
             liar, honest = fleet.registry.get("b2"), fleet.registry.get("b1")
             assert liar is not None and honest is not None and honest.reported is not None
             fleet.registry.answered(liar, honest.reported.info)
+            fleet.dispatcher._clock = fleet.dispatcher._caller._clock = Stopped()  # its quarantine does not end
             answers = [await fleet.post({"prompt": SHORT}) for _ in range(4)]
         assert all(status == 200 and headers["x-kvbaton-decode"] == "b1" for status, _, headers in answers)
         assert fleet.counter('kvbaton_router_retries_total{cause="worker_error"}') == 1

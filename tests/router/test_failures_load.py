@@ -15,7 +15,6 @@ from workers.scripted import until
 
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.blocks import OutOfBlocks
-from kvbaton.transfer.options import HandoffOptions
 from kvbaton.types import CapacityError, GenerateRequest, RemoteError, Role, SamplingParams
 from kvbaton.workers.native import NativeWorker
 
@@ -26,7 +25,14 @@ def fill(fleet: Fleet, count: int, **body: Any) -> list[asyncio.Task[Any]]:
     return [asyncio.ensure_future(fleet.post({"prompt": f"{i} {SHORT}", **body})) for i in range(count)]
 
 
-async def test_each_class_of_priority_has_its_own_bound(tokenizer: Tokenizer) -> None:
+@pytest.fixture
+def no_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait are tried when somebody leaves, not now and then: a queue that is full stays so."""
+    monkeypatch.setattr("kvbaton.router.room.LONGEST_NAP_S", 3600.0)
+
+
+@pytest.mark.usefixtures("no_naps")
+async def test_each_class_of_priority_has_its_own_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flood of low priority locks out nobody else, and is told when to come back."""
     bounds = {"max_queued": 3, "max_queued_high": 2, "max_queued_low": 2}
     async with running_fleet(tokenizer, {"b0": "both"}, **bounds) as fleet:
@@ -42,6 +48,8 @@ async def test_each_class_of_priority_has_its_own_bound(tokenizer: Tokenizer) ->
             status, answer, headers = await fleet.post({"prompt": SHORT, "priority": priority})
             assert (status, answer["error"]["code"]) == (429, "queue_full")
             assert answer["error"]["type"] == "rate_limit_error" and 1 <= int(headers["retry-after"]) <= 30
+        monkeypatch.undo()
+        fleet.dispatcher._line._room._wake_up()  # now and then from now on
         worker.gate.set()
         assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 8
         served = [request.priority for request, _ in worker.requests]
@@ -80,7 +88,7 @@ async def test_a_client_sets_its_deadline(tokenizer: Tokenizer, stream: bool) ->
         assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
         assert fleet.dispatcher.num_queued == 0
         worker.max_open, worker.gate_at = 10, 3
-        status, raw, _ = await fleet.post(body, **short)
+        status, raw, _ = await fleet.post(body, **{"x-request-timeout-ms": "1500"})  # long enough for three tokens
         if stream:
             assert status == 200 and b'"code":"deadline_exceeded"' in raw and b"[DONE]" not in raw
         else:
@@ -175,7 +183,7 @@ async def take_all_blocks(worker: NativeWorker) -> list[str]:
 async def test_decode_room_is_reserved_before_prefill_is_spent(tiny_model_dir: Path) -> None:
     """A decode worker without blocks refuses before the prefill worker hears of the request."""
     roles: dict[str, Role] = {"p0": "prefill", "d0": "decode"}
-    async with make_rig(tiny_model_dir, roles, HandoffOptions(transport="tcp"), queue_timeout_s=0.3) as rig:
+    async with make_rig(tiny_model_dir, roles, queue_timeout_s=0.3) as rig:
         decode, prefill = rig.workers["d0"], rig.workers["p0"]
         held = await take_all_blocks(decode)
         for given_back, names, outcomes in (
@@ -197,6 +205,7 @@ async def test_decode_room_is_reserved_before_prefill_is_spent(tiny_model_dir: P
             assert decode.stats().num_transfers - moved == len(served)
 
 
+@pytest.mark.usefixtures("no_naps")
 async def test_case_lk_08_overload_and_clients_that_give_up(tokenizer: Tokenizer) -> None:
     """LK-08: far more than fits, and all clients leave; then half the load is served as if nothing was."""
     async with running_fleet(tokenizer, {"b0": "both"}, max_queued=20) as fleet:
@@ -253,7 +262,7 @@ async def test_a_jump_of_the_wall_clock_changes_nothing(tiny_model_dir: Path, mo
 
 
 # Where the wall's time is meant: a date in a prompt, the age of a file, an expiry date that another engine wrote.
-WALL_CLOCK = {"engine/chat_template.py", "engine/gguf_model.py", "workers/vllm.py"}
+WALL_CLOCK = {"engine/chat_template.py", "engine/gguf_model.py", "workers/socket_directory.py", "workers/vllm.py"}
 
 
 def test_nothing_that_waits_reads_the_wall_clock() -> None:

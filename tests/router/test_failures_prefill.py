@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router.rig import Rig, Told, make_rig
+from router.rig import BRISK, Rig, Told, make_rig, read_stream
 
 from kvbaton.bench.fault_proxy import Path as ProxyPath
 from kvbaton.transfer.options import HandoffOptions
@@ -57,27 +57,49 @@ async def test_prefill_is_cut_off_at_any_byte_of_a_hand_off(tiny_model_dir: Path
 
     async with make_rig(tiny_model_dir, SPLIT) as rig:
         await sweep(rig, strike)
-        assert rig.kv_proxies["p0"].to_client.num_cut >= 20
-        assert rig.retries("prefill_failed") > 0 and rig.replays("prefill_failed") > 0
+        num_cut = rig.kv_proxies["p0"].to_client.num_cut
+        assert num_cut >= 20
+        assert rig.retries("prefill_failed") + rig.replays("prefill_failed") >= num_cut
         assert rig.fleet.counter("kvbaton_router_broken_streams_total") == 0
+
+
+async def test_prefill_is_cut_off_before_and_after_its_first_token(tiny_model_dir: Path) -> None:
+    """On a link so narrow that the first token is with the client long before the KV is with the decode worker."""
+    async with make_rig(tiny_model_dir, SPLIT) as rig:
+        kv = rig.kv_proxies["p0"]
+        kv.to_client.cut_after_bytes = 1
+        assert (await rig.ask(fresh(1))).answer == (await rig.expected(fresh(1))).answer
+        assert (rig.retries("prefill_failed"), rig.replays("prefill_failed")) == (1, 0)
+        await rig.fleet.poll()
+        kv.to_client.bytes_per_s = 20_000
+        raw, body = b"", {**fresh(2), "stream": True, "stream_options": {"include_usage": True}}
+        async with rig.fleet.http.post(f"{rig.fleet.url}/v1/completions", json=body) as response:
+            async for part in response.content.iter_any():
+                if not raw:
+                    kv.cut()
+                    kv.heal()
+                raw += part
+            told = read_stream(raw, response.status, response.headers)
+        assert told.answer == (await rig.expected(fresh(2))).answer
+        assert (rig.retries("prefill_failed"), rig.replays("prefill_failed")) == (1, 1)
 
 
 async def test_damaged_bytes_are_never_decoded_from(tiny_model_dir: Path) -> None:
     def strike(path: ProxyPath, at: int) -> None:
         path.corrupt_after_bytes = at
 
-    async with make_rig(tiny_model_dir, SPLIT) as rig:
+    async with make_rig(tiny_model_dir, SPLIT, BRISK) as rig:
         await sweep(rig, strike)
         num_corrupted = rig.kv_proxies["p0"].to_client.num_corrupted
         assert num_corrupted >= 20
-        assert rig.retries("prefill_failed") + rig.replays("prefill_failed") == num_corrupted
+        assert rig.retries("prefill_failed") + rig.replays("prefill_failed") >= num_corrupted
 
 
 async def test_a_stalled_transfer_is_given_up(tiny_model_dir: Path) -> None:
     def strike(path: ProxyPath, at: int) -> None:
         path.stall_after_bytes = at
 
-    async with make_rig(tiny_model_dir, SPLIT) as rig:
+    async with make_rig(tiny_model_dir, SPLIT, BRISK) as rig:
         await sweep(rig, strike, num_points=8)
         num_stalled = rig.kv_proxies["p0"].to_client.num_stalled
         assert rig.retries("prefill_failed") + rig.replays("prefill_failed") >= num_stalled >= 6
@@ -145,7 +167,7 @@ async def test_without_a_prefill_pool_decode_computes_prompts_itself(tiny_model_
 @pytest.mark.parametrize("direction", ["to_server", "to_client"])
 async def test_a_one_way_partition_between_decode_and_prefill(tiny_model_dir: Path, direction: Any) -> None:
     """Whoever is not heard is taken for dead after ``silence_s``, by both; then the request is computed elsewhere."""
-    async with make_rig(tiny_model_dir, SPLIT) as rig:
+    async with make_rig(tiny_model_dir, SPLIT, BRISK) as rig:
         assert (await rig.ask(fresh(0))).answer == (await rig.expected(fresh(0))).answer
         rig.kv_proxies["p0"].partition(direction)
         told = await rig.ask(fresh(1))
@@ -164,7 +186,7 @@ async def test_case_kv_07_a_lease_that_ran_out_is_never_read_from(tiny_model_dir
     handoff = HandoffOptions(
         transport="tcp", lease_s=2.0, connect_s=1.0, heartbeat_s=0.1, silence_s=30.0, stall_s=30.0, streaming=False
     )
-    async with make_rig(tiny_model_dir, SPLIT, handoff=handoff) as rig:
+    async with make_rig(tiny_model_dir, SPLIT, handoff, first_token_min_s=60.0) as rig:
         prefill = rig.workers["p0"]
         await rig.ask(fresh(0))
         expected = await rig.expected(fresh(1))

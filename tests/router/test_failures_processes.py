@@ -127,31 +127,38 @@ async def kv_port_of(client: Client, name: str) -> int:
         return int((await response.json())["kv_port"])
 
 
-async def test_decode_is_killed_in_the_middle_of_streams_and_comes_back(client: Client) -> None:
-    asked = bodies(6, "stream", 200)
-    expected = [await client.expected(body) for body in asked]
-    decode, well_begun = client.fleet.workers["d0"], asyncio.Event()
+async def killed_at_its_first_token(client: Client, asked: list[dict[str, Any]]) -> list[Any]:
+    """What clients of streams were told whose decode worker, d0, ended when the first of them had heard of it."""
+    decode = client.fleet.workers["d0"]
 
     async def follow(body: dict[str, Any]) -> Any:
         raw, payload = b"", {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with client.http.post(client.fleet.router.url + "/v1/completions", json=payload) as response:
             async for part in response.content.iter_any():
+                if response.headers["x-kvbaton-decode"] == "d0":
+                    decode.kill()
                 raw += part
-                if response.headers["x-kvbaton-decode"] == "d0" and raw.count(b"data: ") > 20:
-                    well_begun.set()
             return read_stream(raw, response.status, response.headers)
 
-    following = [asyncio.ensure_future(follow(body)) for body in asked]
-    async with asyncio.timeout(60):
-        await well_begun.wait()
-    decode.kill()
-    for told, want in zip(await asyncio.gather(*following), expected, strict=True):
-        assert told.answer == want.answer
-        assert len(told.ids) == 1
-    assert await counter(client, "kvbaton_router_replays_total") > 0
-    await client.until_empty()
-    decode.start()
-    await client.until_seen({"d0": "up", "d1": "up"})
+    return await asyncio.gather(*(follow(body) for body in asked))
+
+
+async def test_decode_is_killed_in_the_middle_of_streams_and_comes_back(client: Client) -> None:
+    """Its streams had hundreds of tokens to go. Again, should it have sent them all before it was killed."""
+    asked = bodies(6, "stream", 250)
+    expected = [await client.expected(body) for body in asked]
+    before = await counter(client, "kvbaton_router_replays_total")
+    for _ in range(10):
+        for told, want in zip(await killed_at_its_first_token(client, asked), expected, strict=True):
+            assert told.answer == want.answer
+            assert len(told.ids) == 1
+        client.fleet.workers["d0"].kill()  # should none have gone there
+        await client.until_empty()
+        client.fleet.workers["d0"].start()
+        await client.until_seen({"d0": "up", "d1": "up"})
+        if await counter(client, "kvbaton_router_replays_total") > before:
+            break
+    assert await counter(client, "kvbaton_router_replays_total") > before
     assert (await client.ask(asked[0])).answer == expected[0].answer
 
 
@@ -164,8 +171,7 @@ async def counter(client: Client, name: str) -> float:
 async def test_case_lk_13_the_router_is_killed_and_started_again(client: Client) -> None:
     """LK-13: nobody is left to cancel what it had under way. Workers see the dead connections and free everything;
     clients see theirs end without an end mark; a new router needs nothing but its fleet file."""
-    router, asked = client.fleet.router, bodies(4, "orphan", 300)
-    begun = asyncio.Semaphore(0)
+    router, asked = client.fleet.router, bodies(4, "orphan", 250)
 
     async def follow(body: dict[str, Any]) -> bytes:
         got = b""
@@ -173,23 +179,24 @@ async def test_case_lk_13_the_router_is_killed_and_started_again(client: Client)
             payload = {**body, "stream": True}
             async with client.http.post(router.url + "/v1/completions", json=payload) as response:
                 async for part in response.content.iter_any():
+                    router.kill()
                     got += part
-                    begun.release()
         except aiohttp.ClientError:
             got += b"BROKEN"
         return got
 
-    following = [asyncio.ensure_future(follow(body)) for body in asked]
-    async with asyncio.timeout(60):
-        for _ in range(20):
-            await begun.acquire()
-    router.kill()
-    for raw in await asyncio.gather(*following):
-        assert raw.endswith(b"BROKEN") and b"[DONE]" not in raw, "a client can tell that it is not the end"
-        whole = raw.removesuffix(b"BROKEN")
-        assert all(json.loads(e[6:])["choices"] for e in whole[: whole.rfind(b"\n\n")].split(b"\n\n") if e)
-    await client.until_empty()  # long before any lease
-    router.start()
-    await client.until_seen(dict.fromkeys(client.fleet.workers, "up"))
+    for _ in range(10):  # again, should all of it have been on its way when the first of it came
+        raws = await asyncio.gather(*(follow(body) for body in asked))
+        for raw in raws:
+            whole = raw.removesuffix(b"BROKEN")
+            assert whole != raw or b"data: [DONE]" in raw, "a client can tell that it is not the end"
+            events = whole[: whole.rfind(b"\n\n")].split(b"\n\n") if b"\n\n" in whole else []
+            assert all(json.loads(e[6:])["choices"] for e in events if e and e != b"data: [DONE]")
+        await client.until_empty()  # long before any lease
+        router.start()
+        await client.until_seen(dict.fromkeys(client.fleet.workers, "up"))
+        if any(raw.endswith(b"BROKEN") for raw in raws):
+            break
+    assert any(raw.endswith(b"BROKEN") for raw in raws)
     body = asked[0]
     assert (await client.ask(body)).answer == (await client.expected(body)).answer

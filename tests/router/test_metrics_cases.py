@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from router.gates import gate_of
 from router.test_real_fleet import PROMPT, RealFleet, real_fleet
+from workers.scripted import until
 
 from kvbaton.observe.metrics import METRICS
 
@@ -51,11 +53,15 @@ async def test_mt_01_as_many_first_tokens_as_requests_that_had_one(split: RealFl
     for i in range(9):
         await split.ask(prompt=f"{i} {PROMPT}", max_tokens=3, stream=bool(i % 2))
     endless = {"prompt": PROMPT * 3, "max_tokens": 400, "logit_bias": {"258": -100}, "stream": True}
-    for _ in range(3):
-        await leave_after(split, endless, 400)  # into the first events: the head alone is shorter
-    for _ in range(3):
-        await leave_after(split, {**endless, "stream": False}, 0)
-    await split.check_empty()
+    gated = gate_of(split.workers["d0"])
+    left = split.fleet.metrics.values("kvbaton_router_requests_total")
+    for stream, num_bytes in [(True, 400)] * 3 + [(False, 0)] * 3:  # into the first events: the head alone is shorter
+        gated.gate.clear()  # the first token is prefill's, a second one is never made
+        await leave_after(split, {**endless, "stream": stream}, num_bytes)
+        await until(lambda before=left: split.fleet.metrics.values("kvbaton_router_requests_total") != before)  # type: ignore[misc]
+        left = split.fleet.metrics.values("kvbaton_router_requests_total")
+        gated.gate.set()
+        await split.check_empty()
     exposition = split.fleet.metrics.exposition()
     by_outcome = {o: total(exposition, "kvbaton_router_requests_total", outcome=o) for o in ("ok", "cancelled")}
     assert by_outcome == {"ok": 9, "cancelled": 6}

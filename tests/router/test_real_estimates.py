@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
 import pytest
 from router.fleet import Fleet
+from router.gates import gate_of
 from router.test_real_fleet import PROMPT, real_fleet
 from workers.scripted import until
 
@@ -54,9 +56,14 @@ async def test_estimates_are_made_checked_and_exported(tiny_model_dir: Path, lin
         decode = fleet.registry.get("d0")
         assert decode is not None
         # Short prompts stay; beside their streams a long one would hold up many, so it goes to the prefill worker.
+        gated = gate_of(real.workers["d0"])
+        gated.gate.clear()
         streams = [asyncio.ensure_future(stream(fleet, str(number), 60)) for number in range(10)]
-        await until(lambda: decode.num_requests >= 8)
-        assert await stream(fleet, "first " + PROMPT * 8) == "remote"
+        await until(lambda: decode.own_requests == 10)
+        long = asyncio.ensure_future(stream(fleet, "first " + PROMPT * 8))
+        await until(lambda: decode.own_requests == 11)
+        gated.gate.set()
+        assert await long == "remote"
         assert "local_cheaper" in await asyncio.gather(*streams)
         await fleet.poll()
         for number in range(6):
@@ -84,14 +91,18 @@ async def test_estimates_are_made_checked_and_exported(tiny_model_dir: Path, lin
             assert {each.prefill is None for each in again.record.placements} == {True, False}
 
 
-async def test_estimates_get_better_than_the_cold_start(tiny_model_dir: Path) -> None:
-    """The tiny model is far faster than the cold start believes; after a few prompts the router knows."""
+async def test_estimates_become_what_was_measured(tiny_model_dir: Path, lines: list[dict[str, Any]]) -> None:
+    """Whatever the cold start believes of this machine; after a few prompts the router knows it."""
     async with real_fleet(tiny_model_dir, {"b0": "both"}, threshold_tokens=None) as real:
-        learning = real.fleet.registry.measured.learning
-        cold = learning.costs(0.0).worker.prefill_token_s
         for number in range(20):
             await stream(real.fleet, f"{number} " + PROMPT * (1 + number % 8))
+            await real.fleet.settled()  # or the next one would seem to have run beside it
         await real.check_empty()
-        model = learning.workers["b0"].prefill
+        model = real.fleet.registry.measured.learning.workers["b0"].prefill
         assert model.count == 20
-        assert model.expect((1, 64, 64 * 32)) < cold * 64 / 2
+        ratios = []
+        for report in (fields["report"] for fields in lines):
+            tokens = report["num_prompt_tokens"] - report["num_cached_tokens"]
+            features = (-(-tokens // 64), tokens, tokens * (report["num_prompt_tokens"] - tokens / 2))
+            ratios.append(model.expect(features) / report["prefill_s"])
+        assert 0.2 < median(ratios) < 5, "single ones may be anything on a busy machine"

@@ -57,13 +57,26 @@ async def test_messages_come_in_order_and_the_end_once():
         assert ends.messages == [Abort(i) for i in range(50)]
 
 
-async def test_silence_ends_it_and_a_sign_of_life_does_not():
-    async with Ends(heartbeat_s=0.1, silence_s=0.4) as ends:
-        for _ in range(4):
+async def test_silence_ends_it_and_a_sign_of_life_does_not(monkeypatch):
+    """The loop's clock is the test's."""
+    loop = asyncio.get_running_loop()
+    now_s = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now_s)
+    heard = []
+    ends = Ends(heard.append, heartbeat_s=10.0, silence_s=40.0)
+    async with ends:
+        for number in range(4):
             ends.theirs.send(encode_frame(Ping()))
-            await asyncio.sleep(0.2)
+            while len(heard) == number:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for _ in range(30):  # seconds, and what they make due
+                now_s += 1.0
+                await asyncio.sleep(0)
             assert not ends.channel.closed
-        assert "said nothing" in str(await ends.end())
+        while not ends.closed.is_set():
+            now_s += 1.0
+            await asyncio.sleep(0)
+        assert "said nothing" in str(ends.errors[0])
 
 
 async def test_half_a_message_ends_it_though_bytes_trickle():
