@@ -58,6 +58,8 @@ class WorkerSettings:
     transport: Transport = "auto"
     cores: tuple[int, ...] = ()  # CPU cores to stay on; empty: all
     threads: int = 0  # compute threads; 0: one per core it stays on
+    tp: int = 1  # ranks that share the heads and the MLP, each a process on the worker's cores
+    tp_deadline_s: float = 60.0  # how long a rank may keep the others waiting within a step
     chunk_tokens: int = 512  # tokens of one engine step, decodes first
     max_running: int = 64  # sequences in one batch
     max_waiting: int = 256  # requests queued before more are refused with 503
@@ -159,7 +161,7 @@ class FleetSettings:
 Settings = TypeVar("Settings", ModelSettings, WorkerSettings, RouterSettings)
 _SECTIONS: dict[str, type] = {"model": ModelSettings, "worker": WorkerSettings, "router": RouterSettings}
 _POSITIVE = re.compile(
-    r"_(s|bytes|tokens)$|^(block_size|max_running|max_waiting|max_inflight|index_blocks|index_exact_blocks)$"
+    r"_(s|bytes|tokens)$|^(tp|block_size|max_running|max_waiting|max_inflight|index_blocks|index_exact_blocks)$"
 )
 _MAY_BE_ZERO = ("canary_interval_s", "stream_stall_s")  # zero is never
 

@@ -55,6 +55,7 @@ ENGINE_FLAGS: tuple[_Flag, ...] = (
         "Requests queued before a worker says 503.  [default: 256]",
     ),
     (("--threads",), "worker", "threads", int, "Compute threads of a worker.  [default: one per core it stays on]"),
+    (("--tp",), "worker", "tp", int, "Ranks that share a worker's heads and MLP, each a process.  [default: 1]"),
 )
 WORKER_FLAGS: tuple[_Flag, ...] = (
     (("--role",), "worker", "role", click.Choice(["prefill", "decode", "both"]), "What it does.  [default: both]"),

@@ -29,3 +29,14 @@ def check_model(model_dir: Path, engine: str) -> None:
     from kvbaton.engine.loader import check_model_dir
 
     check_model_dir(model_dir, embedded=engine == "embedded")
+
+
+def check_ranks(model_dir: Path, engine: str, num_ranks: int) -> None:
+    """LocalError when this model's heads cannot be shared by so many, or the engine is not ours."""
+    if engine != "embedded":
+        fix = "for vLLM give --engine-args '--tensor-parallel-size N'"
+        raise LocalError("tp is of the embedded engine", field="tp", fix=fix)
+    from kvbaton.engine.model_config import ModelConfig
+    from kvbaton.engine.shares import shares
+
+    shares(ModelConfig.from_dir(model_dir), num_ranks)

@@ -38,6 +38,8 @@ START_S = {"embedded": 180.0, "vllm": 900.0}  # a vLLM server compiles before it
 @click.option("--prefill", type=click.IntRange(1), help="Prefill workers of a split fleet.  [default: 1]")
 @click.option("--decode", type=click.IntRange(1), help="Decode workers of a split fleet.  [default: 1]")
 @click.option("--colocated", type=click.IntRange(1), help="Workers of a single pool, instead of a split.")
+@click.option("--prefill-tp", type=click.IntRange(1), help="Ranks of each prefill worker, instead of --tp.")
+@click.option("--decode-tp", type=click.IntRange(1), help="Ranks of each decode worker, instead of --tp.")
 @options.flags(
     options.MODEL_FLAGS, options.ENGINE_FLAGS, options.SERVER_FLAGS, options.ROUTER_FLAGS, options.DRAIN_FLAG
 )
@@ -58,6 +60,7 @@ def up_command(
         kvbaton up --prefill 2 --decode 2
         kvbaton up --colocated 2                the single pool, for comparison
         kvbaton up --autoscale --prefill-max 3 --decode-max 3
+        kvbaton up --prefill-tp 2               prefill workers of two processes that share the heads
         kvbaton up --engine vllm --engine-python /opt/vllm/bin/python
 
     Each worker stays on its own cores. A worker that dies is started again. Ctrl-C drains: open streams end, then
@@ -69,13 +72,14 @@ def up_command(
     preflight.check_engine(fleet.worker.engine, tuple(START_S))
     preflight.check_address(fleet.router.host, fleet.router.port)
     progress = Progress()
-    fleet = complete(fleet, roles, progress)
+    ranks = ranks_of_roles(fleet.worker.tp, given["prefill_tp"], given["decode_tp"])
+    fleet = complete(fleet, [(role, ranks[role]) for role in roles], progress)
     logs = log_directory(given["log_dir"])
     key = secrets.token_urlsafe(32)
 
     if stale := sweep_stale():
         progress.tell("up", f"removed {len(stale)} shared-memory segment(s) of processes that died")
-    start = Start(fleet, logs, {INTERNAL_KEY_VARIABLE: key}, given["log_level"])
+    start = Start(fleet, logs, {INTERNAL_KEY_VARIABLE: key}, given["log_level"], ranks)
     router, workers = start.child_specs(roles)
 
     async def main() -> None:
@@ -150,8 +154,11 @@ def fleet_roles(prefill: int | None, decode: int | None, colocated: int | None) 
     return [role for role, count in pools for _ in range(count)]
 
 
-def complete(fleet: FleetSettings, roles: list[Role], progress: Progress) -> FleetSettings:
-    """Decide what was left open: the model directory, and KV memory that fits this machine."""
+def complete(fleet: FleetSettings, workers: list[tuple[Role, int]], progress: Progress) -> FleetSettings:
+    """Decide what was left open: the model directory, and KV memory that fits this machine.
+
+    ``workers``: role and number of ranks of each. LocalError when the model's heads cannot be shared by so many.
+    """
     model = fleet.model
     if not model.dir:
         from kvbaton.engine.weights import default_model_dir
@@ -161,12 +168,15 @@ def complete(fleet: FleetSettings, roles: list[Role], progress: Progress) -> Fle
     else:
         model = dataclasses.replace(model, dir=str(Path(model.dir).resolve()))
         preflight.check_model(Path(model.dir), fleet.worker.engine)
+    for num_ranks in sorted({num_ranks for _, num_ranks in workers} - {1}):
+        preflight.check_ranks(Path(model.dir), fleet.worker.engine, num_ranks)
     if not model.kv_blocks and not model.kv_memory_mib:
         import psutil
 
-        shared = 0 if fleet.worker.transport == "tcp" else len(roles)
+        # Ranks find their pools there, whatever way KV takes to peers.
+        shared = sum(fleet.worker.transport != "tcp" or num_ranks > 1 for _, num_ranks in workers)
         shm_bytes = psutil.disk_usage("/dev/shm").free if shared else 0
-        fits_mib = fit_kv_memory_mib(len(roles), psutil.virtual_memory().available, shared, shm_bytes)
+        fits_mib = fit_kv_memory_mib(len(workers), psutil.virtual_memory().available, shared, shm_bytes)
         if fits_mib < LEAST_KV_MIB:
             raise LocalError(
                 f"only {fits_mib} MiB of KV memory would fit for each worker",
@@ -178,6 +188,11 @@ def complete(fleet: FleetSettings, roles: list[Role], progress: Progress) -> Fle
     return dataclasses.replace(fleet, model=model, router=router)
 
 
+def ranks_of_roles(tp: int, prefill_tp: int | None, decode_tp: int | None) -> dict[Role, int]:
+    """How many ranks a worker of each role has."""
+    return {"prefill": prefill_tp or tp, "decode": decode_tp or tp, "both": tp}
+
+
 @dataclasses.dataclass(frozen=True)
 class Start:
     """What to start: every setting goes by the environment, so that nothing is said twice and no secret is listed."""
@@ -186,6 +201,7 @@ class Start:
     logs: Path
     secrets_: dict[str, str]
     log_level: str
+    ranks: dict[Role, int]  # of a worker of each role
     taken: list[tuple[int, ...]] = dataclasses.field(default_factory=list)  # cores of each worker so far
 
     def child_specs(self, roles: list[Role]) -> tuple[ChildSpec, list[ChildSpec]]:
@@ -193,7 +209,9 @@ class Start:
         router = ChildSpec("router", "router", environ, self.logs / "router.log", self.fleet.worker.drain_s)
         seen: dict[Role, int] = {}
         workers = []
-        for role, own in zip(roles, assign_cores(_available(), len(roles)), strict=True):
+        cores = iter(assign_cores(_available(), sum(self.ranks[role] for role in roles)))
+        for role in roles:
+            own = tuple(sorted({core for _ in range(self.ranks[role]) for core in next(cores)}))
             workers.append(self._worker(role, f"{role}-{seen.get(role, 0)}", own))
             seen[role] = seen.get(role, 0) + 1
         return router, workers
@@ -210,7 +228,8 @@ class Start:
         fleet = self.fleet
         self.taken.append(own)
         threads = fleet.worker.threads or len(own)
-        worker = dataclasses.replace(fleet.worker, role=role, cores=own, threads=threads, port=0, kv_port=0)
+        tp = self.ranks[role]
+        worker = dataclasses.replace(fleet.worker, role=role, tp=tp, cores=own, threads=threads, port=0, kv_port=0)
         if worker.engine != "embedded":
             worker = dataclasses.replace(worker, engine_log=str(self.logs / f"{name}-engine.log"))
         environ = {

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts
-from kvbaton.kv.compat import differences
+from kvbaton.kv.compat import blocking, differences
 
 MAX_SKEW_S = 2.0  # HTTP tells whole seconds
 _FIXES = {
@@ -25,7 +25,6 @@ _FIXES = {
     "head_dim": "serve the same model on both",
     "kv_dtype": "start both with the same --kv-dtype and --dtype",
     "rope": "serve the same model configuration on both: its rope parameters differ",
-    "tp_size": "start both with the same tensor parallelism",
 }
 
 
@@ -116,7 +115,7 @@ def _pair(prefill: ServerFacts, decode: ServerFacts) -> Iterator[Finding]:
         yield Finding("error", "engine", subject, what, "KV is handed off between servers of one engine only")
         return
     if prefill.fingerprint is not None and decode.fingerprint is not None:
-        for one in differences(prefill.fingerprint, decode.fingerprint):
+        for one in blocking(differences(prefill.fingerprint, decode.fingerprint)):
             what = f"{one.field}: {one.ours} against {one.theirs}"
             yield Finding("error", f"fingerprint-{one.field}", subject, what, _FIXES[one.field])
     yield from _versions(prefill, decode, subject)

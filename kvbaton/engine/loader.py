@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from kvbaton.engine.model_config import ModelConfig, config_file
 from kvbaton.engine.pool import KVPool
+from kvbaton.engine.shares import shares
 from kvbaton.engine.tokenizer import Tokenizer, definition_path
 from kvbaton.engine.weights import ModelWeights, default_model_dir, load_model_dir, weight_files
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import DTYPE_BYTES, KVLayout
+from kvbaton.kv.rank_pools import RankPools, rank_layout
 from kvbaton.kv.shared_pool import SharedPool, segment_name
 from kvbaton.types import Fingerprint, LocalError
 
 if TYPE_CHECKING:
     from kvbaton.engine.model import Model
+    from kvbaton.engine.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +53,9 @@ class LoadOptions:
     max_context: int | None = None  # None: what the model's config says
     backend: str = "auto"
     device: str = "auto"  # auto: cuda when the machine has one, unless the native (CPU) backend was asked for
-    num_threads: int = 1
+    num_threads: int = 1  # of each rank
+    tp: int = 1  # ranks that share the heads and the MLP, each a process
+    tp_deadline_s: float = 60.0  # how long a rank may keep the others waiting within a step
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -60,8 +68,11 @@ class LoadOptions:
                 raise LocalError(f"{name} {value!r} is unknown", field=name, fix=f"use one of {', '.join(allowed)}")
         if self.block_size < 8 or self.block_size % 8:
             raise LocalError(f"block_size must be a multiple of 8, got {self.block_size}", field="block_size")
-        if self.num_threads < 1:
-            raise LocalError(f"num_threads must be at least 1, got {self.num_threads}", field="num_threads")
+        for name in ("num_threads", "tp"):
+            if getattr(self, name) < 1:
+                raise LocalError(f"{name} must be at least 1, got {getattr(self, name)}", field=name)
+        if self.tp_deadline_s <= 0:
+            raise LocalError(f"tp_deadline_s must be positive, got {self.tp_deadline_s}", field="tp_deadline_s")
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ class LoadedModel:
     model_id: str
     max_context: int
     backend: str  # what runs, in words: "native bfloat16 (amx)", "torch float32 on cpu"
+    ranks: RankGroup | None = None  # the other processes that compute, if there are any
 
 
 def load(options: LoadOptions, incarnation: str = "", shared: Shared = "") -> LoadedModel:
@@ -90,20 +102,71 @@ def load(options: LoadOptions, incarnation: str = "", shared: Shared = "") -> Lo
         dtype=options.dtype if options.kv_dtype == "auto" else options.kv_dtype,
     )
     max_context = min(options.max_context or config.max_context, config.max_context)
-    num_blocks = options.num_kv_blocks or max(1, options.kv_memory_bytes // layout.block_bytes)
-    model, backend, device = _make_model(options, config, weights, layout)
-    pool = KVPool(_make_pool(layout, num_blocks, incarnation, shared), device=device)
+    ranks: RankGroup | None = None
+    fingerprint = fingerprint_of(layout, config.revision, config.rope_text)
+    if options.tp == 1:
+        num_blocks = options.num_kv_blocks or max(1, options.kv_memory_bytes // layout.block_bytes)
+        model, backend, device = _make_model(options, config, weights, layout)
+        pool = KVPool(_make_pool(layout, num_blocks, incarnation, shared), device=device)
+    else:
+        model, pool, ranks, backend = _start_ranks(options, model_dir, (config, weights), layout, incarnation, shared)
+        fingerprint = msgspec.structs.replace(fingerprint, tp_size=options.tp)
+        num_blocks = pool.num_blocks
     log.info("model %s: %s, %d KV blocks of %d tokens", model_dir.name, backend, num_blocks, options.block_size)
     return LoadedModel(
         config=config,
         model=model,
         pool=pool,
         tokenizer=tokenizer,
-        fingerprint=fingerprint_of(layout, config.revision, config.rope_text),
+        fingerprint=fingerprint,
         model_id=model_dir.name,
         max_context=max_context,
         backend=backend,
+        ranks=ranks,
     )
+
+
+def check_ranks(options: LoadOptions, config: ModelConfig) -> None:
+    """Refuse what cannot be shared by ranks, before anything is started."""
+    shares(config, options.tp)
+    if options.tp == 1:
+        return
+    fix = "leave it out, or use one rank"
+    if options.backend == "native":
+        raise LocalError("several ranks run on torch, not on the native kernels", field="backend", fix=fix)
+    if options.weights != "native":
+        raise LocalError(
+            f"weights {options.weights!r} need the native kernels, and so one rank", field="weights", fix=fix
+        )
+    if options.device not in ("auto", "cpu"):
+        raise LocalError(f"several ranks run on the CPU, not on {options.device}", field="device", fix=fix)
+
+
+def _start_ranks(
+    options: LoadOptions,
+    model_dir: Path,
+    model: tuple[ModelConfig, ModelWeights],
+    layout: KVLayout,
+    incarnation: str,
+    shared: Shared,
+) -> tuple[Model, KVPool, RankGroup, str]:
+    """Every rank's pool is a named segment, for its process has to find it; whether peers may, ``shared`` says."""
+    check_ranks(options, model[0])
+    _require_torch("several ranks run on torch")
+    from kvbaton.engine.tensor_parallel import RankOptions, load_ranks
+
+    heads = [share.kv_heads for share in shares(model[0], options.tp)]
+    block_bytes = sum(rank_layout(layout, held).block_bytes for held in heads)
+    num_blocks = options.num_kv_blocks or max(1, options.kv_memory_bytes // block_bytes)
+    pools = RankPools.create(layout, num_blocks, heads, incarnation or secrets.token_hex(8), lent=bool(shared))
+    try:
+        rank_options = RankOptions(options.tp, options.tp_deadline_s, options.dtype, options.num_threads)
+        loaded, pool = load_ranks(rank_options, model_dir, model, pools)
+    except BaseException:
+        pools.unlink()
+        pools.close()
+        raise
+    return loaded, pool, loaded.ranks, f"torch {options.dtype} on cpu, {options.tp} ranks"
 
 
 def _make_pool(layout: KVLayout, num_blocks: int, incarnation: str, shared: Shared) -> SharedPool:
@@ -163,14 +226,20 @@ def _wants_cuda(device: str) -> bool:
     return torch.cuda.is_available()
 
 
-def _make_torch_model(
-    options: LoadOptions, config: ModelConfig, weights: ModelWeights, layout: KVLayout, default: str, reason: str | None
-) -> tuple[Model, str, str]:
+def _require_torch(reason: str | None) -> None:
     try:
-        import torch
+        import torch  # noqa: F401
     except ImportError:
         fix = "install the extra: pip install 'kvbaton[engine]'"
         raise LocalError(f"{reason}, and torch is not installed", field="backend", fix=fix) from None
+
+
+def _make_torch_model(
+    options: LoadOptions, config: ModelConfig, weights: ModelWeights, layout: KVLayout, default: str, reason: str | None
+) -> tuple[Model, str, str]:
+    _require_torch(reason)
+    import torch
+
     from kvbaton.engine.torch_model import TorchModel
 
     torch.set_num_threads(options.num_threads)

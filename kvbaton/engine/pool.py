@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvbaton.kv.layout import KVLayout
+from kvbaton.kv.rank_pools import AnyPool
 from kvbaton.kv.shared_pool import SharedPool
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class KVPool:
 
     def __init__(self, shared: SharedPool, device: str = "cpu") -> None:
         self.shared = shared
+        self.whole: AnyPool = shared  # what peers are shown: of several ranks, the pools of all
         self.layout: KVLayout = shared.layout
         self.num_blocks: int = shared.num_blocks
         self.buffer: np.ndarray = shared.buffer  # uint8 [pool bytes], host
@@ -100,4 +102,4 @@ class KVPool:
 
     def close(self) -> None:
         self.device_tensor = self._staged = None
-        self.shared.close()
+        self.whole.close()

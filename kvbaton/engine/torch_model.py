@@ -12,7 +12,7 @@ Knows nothing about requests, sampling or who owns a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,6 @@ from torch.nn import functional
 from kvbaton.engine.model import StepInput
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.pool import KVPool
-from kvbaton.engine.weights import ModelWeights
 from kvbaton.kv.layout import KVLayout
 from kvbaton.types import LocalError
 
@@ -34,11 +33,12 @@ KV_DTYPES = {
     "float16": torch.float16,
     "float8_e4m3": torch.float8_e4m3fn,
 }
+Weights = Mapping[str, np.ndarray]
 FLOAT8_LARGEST = 448.0  # torch turns what is larger into NaN; we saturate
 
 
 @dataclass(frozen=True)
-class _Linear:
+class Linear:
     weight: Tensor  # [rows, columns]
     bias: Tensor | None
 
@@ -47,15 +47,15 @@ class _Linear:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     input_norm: Tensor
-    qkv: _Linear  # query, key and value rows in one product
+    qkv: Linear  # query, key and value rows in one product
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: _Linear
+    output: Linear
     mlp_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class TorchModel:
     def __init__(
         self,
         config: ModelConfig,
-        weights: ModelWeights,
+        weights: Weights,
         layout: KVLayout,
         dtype: str = "bfloat16",
         device: str = "cpu",
@@ -94,20 +94,20 @@ class TorchModel:
             self._final_norm = self._tensor(weights, "model.norm.weight")
             self._head = self._embedding if config.tie_embeddings else self._tensor(weights, "lm_head.weight")
 
-    def _tensor(self, weights: ModelWeights, name: str) -> Tensor:
+    def _tensor(self, weights: Weights, name: str) -> Tensor:
         return torch.from_numpy(weights[name]).to(self._device, self._dtype)
 
-    def _linear(self, weights: ModelWeights, prefix: str, names: tuple[str, ...], bias: bool) -> _Linear:
+    def _linear(self, weights: Weights, prefix: str, names: tuple[str, ...], bias: bool) -> Linear:
         """One product out of several that share their input: their rows, stacked."""
         weight = torch.cat([self._tensor(weights, f"{prefix}{name}.weight") for name in names])
         if not bias:
-            return _Linear(weight, None)
-        return _Linear(weight, torch.cat([self._tensor(weights, f"{prefix}{name}.bias") for name in names]))
+            return Linear(weight, None)
+        return Linear(weight, torch.cat([self._tensor(weights, f"{prefix}{name}.bias") for name in names]))
 
-    def _layer(self, weights: ModelWeights, layer: int) -> _Layer:
+    def _layer(self, weights: Weights, layer: int) -> Layer:
         config, prefix = self.config, f"model.layers.{layer}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        return _Layer(
+        return Layer(
             input_norm=self._tensor(weights, f"{prefix}input_layernorm.weight"),
             qkv=self._linear(weights, attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
             query_norm=self._tensor(weights, f"{attention}q_norm.weight") if config.qk_norm else None,
@@ -178,7 +178,7 @@ class TorchModel:
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_eps)
         return weight * scaled.to(x.dtype)
 
-    def _query_key_value(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def _query_key_value(self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """[T, heads, head_dim] each; query and key normed (Qwen3) and rotated."""
         config = self.config
         projected = layer.qkv(self._norm(hidden, layer.input_norm)).view(len(hidden), -1, config.head_dim)

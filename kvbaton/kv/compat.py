@@ -1,8 +1,9 @@
 """May KV move between two workers? Fingerprints, their differences, and which layout differences can be converted.
 
 A fingerprint names what decides the *meaning* of the bytes: any difference is a refusal, before a byte moves, with the
-fields that differ. A layout names where the bytes *are*: block size and order may differ (``kv/reshard`` converts), the
-rest may not. Knows nothing about connections or about who asks.
+fields that differ; but for how many ranks share the heads. A layout names where the bytes *are*: block size and order
+may differ, the rest may not. What may differ, ``kv/reshard`` converts. Knows nothing about connections or about who
+asks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvbaton.kv.layout import KVLayout
 from kvbaton.types import PROTOCOL_VERSION, Fingerprint
 
 DIGEST_BYTES = 16
-CONVERTIBLE_FIELDS = frozenset({"block_size", "order"})
+CONVERTIBLE_FIELDS = frozenset({"block_size", "order", "tp_size"})
 
 
 class FieldDifference(msgspec.Struct, frozen=True):
@@ -49,12 +50,13 @@ def fingerprint_of(layout: KVLayout, model_revision: str, rope: str, tp_size: in
 
 
 def digest(fingerprint: Fingerprint) -> bytes:
-    """Equal for equal fingerprints on every machine and Python."""
-    return blake2b(msgspec.json.encode(fingerprint, order="deterministic"), digest_size=DIGEST_BYTES).digest()
+    """Equal on every machine and Python for fingerprints between which KV may move."""
+    one_rank = msgspec.structs.replace(fingerprint, tp_size=1)
+    return blake2b(msgspec.json.encode(one_rank, order="deterministic"), digest_size=DIGEST_BYTES).digest()
 
 
 def differences(ours: Fingerprint, theirs: Fingerprint) -> list[FieldDifference]:
-    """The fields that differ, in the order of the struct. None: KV may move."""
+    """The fields that differ, in the order of the struct; those not ``convertible`` forbid a transfer."""
     return _differences(ours, theirs)
 
 

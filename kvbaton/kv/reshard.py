@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import lcm
 
 import msgspec
@@ -89,14 +89,28 @@ class Side:
 
 
 def head_ranges(num_kv_heads: int, tp_size: int) -> list[HeadRange]:
-    """The KV heads of each tensor-parallel rank; with more ranks than heads, each head is held by several ranks."""
-    if num_kv_heads % tp_size and tp_size % num_kv_heads:
-        raise LocalError(f"{num_kv_heads} KV heads cannot be shared by {tp_size} ranks evenly", field="tp_size")
+    """The KV heads of each tensor-parallel rank.
+
+    Where they do not divide evenly, the first ranks have one more; with more ranks than heads, each head is held by
+    several ranks, equally many.
+    """
+    if tp_size < 1 or (tp_size > num_kv_heads and tp_size % num_kv_heads):
+        raise LocalError(
+            f"{num_kv_heads} KV heads cannot be shared by {tp_size} ranks",
+            field="tp_size",
+            fix=f"use up to {num_kv_heads} ranks, or a multiple of {num_kv_heads}",
+        )
     if tp_size >= num_kv_heads:
         firsts = [rank * num_kv_heads // tp_size for rank in range(tp_size)]
         return [HeadRange(first, first + 1) for first in firsts]
-    per_rank = num_kv_heads // tp_size
-    return [HeadRange(rank * per_rank, (rank + 1) * per_rank) for rank in range(tp_size)]
+    return [HeadRange(part.start, part.stop) for part in even_ranges(num_kv_heads, tp_size)]
+
+
+def even_ranges(total: int, num_parts: int) -> list[range]:
+    """[0, total) in neighbouring parts that differ by one at most, the larger ones first."""
+    per_part, rest = divmod(total, num_parts)
+    starts = [part * per_part + min(part, rest) for part in range(num_parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def ranks_to_read(wanted: HeadRange, sources: Sequence[HeadRange]) -> list[tuple[int, HeadRange]]:

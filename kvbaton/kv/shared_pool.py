@@ -9,7 +9,7 @@ A named segment is a file in ``/dev/shm`` (what POSIX shared memory is on Linux)
 Invariants: the magic is written last, so a segment is attached complete or not at all; its memory is reserved when it
 is made, so a full ``/dev/shm`` is an error at start and never a SIGBUS later; the owner holds an exclusive ``flock`` on
 it until it dies, so whether an owner lives is asked of the kernel, not guessed from a pid (which means nothing across
-containers); a reader maps it read-only, and its mapping stays valid after the owner is gone. A block's generation
+containers); a peer maps it read-only, and its mapping stays valid after the owner is gone. A block's generation
 changes before its content may: a reader that finds the generation it was offered after its copy has copied what it was
 offered.
 
@@ -58,9 +58,9 @@ class SegmentHeader(msgspec.Struct, frozen=True):
         return self.data_offset + self.layout.pool_bytes(self.num_blocks)
 
 
-def segment_name(incarnation: str) -> str:
-    """The name under which the pool of one life of one worker is found."""
-    return f"{PREFIX}{incarnation}-kv"
+def segment_name(incarnation: str, rank: int = 0) -> str:
+    """The name under which the pool of one life of one worker (of one of its ranks) is found."""
+    return f"{PREFIX}{incarnation}-kv{f'-{rank}' if rank else ''}"
 
 
 class SharedPool:
@@ -112,11 +112,14 @@ class SharedPool:
         return cls(header, name, memory, owned=True)
 
     @classmethod
-    def attach(cls, name: str) -> SharedPool:
-        """Map a peer's pool read-only. RemoteError when there is no whole segment of that name that we may read."""
+    def attach(cls, name: str, writable: bool = False) -> SharedPool:
+        """Map a peer's pool read-only; ``writable`` is for a process that computes into its owner's pool.
+
+        RemoteError when there is no whole segment of that name that we may read.
+        """
         path = _path_of(name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise RemoteError(f"cannot open shared memory {name}: {error.strerror}", field="shm_name") from error
         try:
@@ -128,7 +131,8 @@ class SharedPool:
                 raise RemoteError(
                     f"{name} has {status.st_size} bytes, its header asks for {header.total_bytes}", field="shm_name"
                 )
-            memory = mmap.mmap(fd, header.total_bytes, prot=mmap.PROT_READ)
+            protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+            memory = mmap.mmap(fd, header.total_bytes, prot=protection)
         finally:
             os.close(fd)
         return cls(header, name, memory, owned=False)

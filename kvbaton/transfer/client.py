@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from kvbaton.clock import Clock, MonotonicClock
+from kvbaton.kv.rank_pools import AnyPool
 from kvbaton.kv.shared_pool import SharedPool
 from kvbaton.transfer import pulling
 from kvbaton.transfer.errors import HandoffError, PeerUnreachable
@@ -30,6 +31,7 @@ from kvbaton.transfer.peer import PeerConnection
 from kvbaton.transfer.placement import Placement
 from kvbaton.transfer.pulling import DecodeSession, Pulling, PullLimits, Source
 from kvbaton.transfer.ranges import Region
+from kvbaton.transfer.sharding import ShardedPlacement, place, start_copy, stop_copies
 from kvbaton.transfer.wire import Failed, First, Identity, Offer, Progress, RenewReply
 from kvbaton.types import GenerateRequest, KvbatonError, TokenOutput
 
@@ -52,7 +54,7 @@ class FirstToken:
 class Completed:
     """All KV is here and the prefill side has been told."""
 
-    num_bytes: int  # whole blocks of the peer's layout, all layers
+    num_bytes: int  # whole blocks of the peer's layout, all layers, the heads of each of our ranks
     num_remote_tokens: int  # tokens whose KV came from the peer
     transfer_s: float  # Start sent to last byte in place
     exposed_s: float  # of that, after the first token was here
@@ -90,7 +92,7 @@ class HandoffClient:
     def __init__(
         self,
         identity: Identity,
-        pool: SharedPool,
+        pool: AnyPool,
         options: HandoffOptions,
         clock: Clock | None = None,
         nixl: NixlPool | None = None,
@@ -99,6 +101,7 @@ class HandoffClient:
         assert identity.layout == pool.layout
         self._own_nixl: NixlPool | None = None
         if options.transport == "nixl" and nixl is None:
+            assert isinstance(pool, SharedPool), "NIXL is for workers of one rank"
             nixl = self._own_nixl = NixlPool(pool, f"{identity.incarnation}-reader")
         self._identity = identity
         self._pool = pool
@@ -127,7 +130,8 @@ class HandoffClient:
         """
         deadline_at_s = self._clock.now_s() + deadline_s
         peer = await self._connection(address)
-        placement = Placement(self._pool, block_ids, peer.identity.layout, have_tokens, len(request.prompt_token_ids))
+        tokens = (have_tokens, len(request.prompt_token_ids))
+        placement = place(self._pool, block_ids, peer.identity, tokens, mapped=peer.transport == "shm")
         pull = _Pull(peer, placement, self._session(peer, request, have_tokens, deadline_at_s), self._clock)
         self._num_pulls += 1
         try:
@@ -225,9 +229,16 @@ class HandoffClient:
 class _Pull:
     """Carries out what one DecodeSession decides."""
 
-    def __init__(self, peer: PeerConnection, placement: Placement, session: DecodeSession, clock: Clock) -> None:
+    def __init__(
+        self,
+        peer: PeerConnection,
+        placement: Placement | ShardedPlacement,
+        session: DecodeSession,
+        clock: Clock,
+    ) -> None:
         self.peer = peer
         self.num_bytes = 0
+        self._num_layer_blocks = 0
         self._placement = placement
         self._session = session
         self._clock = clock
@@ -314,11 +325,15 @@ class _Pull:
                 self.peer.send(action.message)
             case pulling.StartCopy():
                 region = action.region
-                self.peer.source.start_copy(
-                    action.offer, region, self._placement, lambda error: self._copied(region, error)
+                start_copy(
+                    self.peer.source,
+                    action.offer,
+                    region,
+                    self._placement,
+                    lambda error: self._copied(region, error),
                 )
             case pulling.StopCopies():
-                self.peer.source.stop_copies(self._placement)
+                stop_copies(self.peer.source, self._placement)
             case pulling.DeliverFirst():
                 self._first_s = self._clock.now_s()
                 first = action.first
@@ -329,7 +344,8 @@ class _Pull:
 
     def _finish(self, action: pulling.Finish) -> None:
         self.peer.remove(self._session.pull_id, None if self._offer is None else self._offer.ticket)
-        self.num_bytes = action.num_layer_blocks * self.peer.identity.layout.layer_block_bytes
+        self._num_layer_blocks = action.num_layer_blocks
+        self.num_bytes = action.num_layer_blocks * self._placement.source_block_bytes
         self._finished.set()
         if action.error is not None:
             self._events.put_nowait(action.error)
@@ -339,7 +355,7 @@ class _Pull:
     def _completed(self) -> Completed:
         layout = self.peer.identity.layout
         num_tokens = len(self._session.request.prompt_token_ids)
-        whole = self.num_bytes // layout.block_bytes * layout.block_size
+        whole = self._num_layer_blocks // layout.num_layers * layout.block_size
         return Completed(
             num_bytes=self.num_bytes,
             num_remote_tokens=min(whole, num_tokens - self._session.have_tokens),

@@ -1,8 +1,8 @@
 """Who may hand KV to whom, and by which way.
 
-Invariants: two workers exchange KV only if their fingerprints are equal and their layouts differ in nothing but what
-kv/reshard converts; shared memory is chosen only where the peer's segment can be opened. Knows nothing about sockets or
-sessions.
+Invariants: two workers exchange KV only if their fingerprints and layouts differ in nothing but what kv/reshard
+converts, and the ranks of each together hold every head; shared memory is chosen only where the peer's segment can be
+opened. Knows nothing about sockets or sessions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def host_identity() -> HostIdentity:
 
 def refusals(prefill: Identity, decode: Identity) -> tuple[str, ...]:
     """Why KV must not move between the two, a line for each field that differs; empty when it may."""
-    found = differences(prefill.fingerprint, decode.fingerprint)
+    found = blocking(differences(prefill.fingerprint, decode.fingerprint))
     named = {difference.field for difference in found}
     # The layout is asked too: one that contradicts its own fingerprint would be converted into nonsense.
     found += [
@@ -40,9 +40,24 @@ def refusals(prefill: Identity, decode: Identity) -> tuple[str, ...]:
         for difference in blocking(layout_differences(prefill.layout, decode.layout))
         if difference.field not in named and not (difference.field == "dtype" and "kv_dtype" in named)
     ]
-    return tuple(
-        f"{difference.field}: prefill {difference.ours}, decode {difference.theirs}"[:2000] for difference in found
-    )
+    lines = [f"{difference.field}: prefill {difference.ours}, decode {difference.theirs}" for difference in found]
+    for who, identity in (("prefill", prefill), ("decode", decode)):
+        if problem := _rank_problem(identity):
+            lines.append(f"ranks: {who} {problem}")
+    return tuple(line[:2000] for line in lines)
+
+
+def _rank_problem(identity: Identity) -> str:
+    """What is wrong with the ranks a worker says it has; empty when together they hold every head."""
+    num_ranks, num_heads = len(identity.ranks), identity.layout.num_kv_heads
+    if num_ranks != (identity.fingerprint.tp_size if identity.fingerprint.tp_size > 1 else 0):
+        return f"says tensor parallelism {identity.fingerprint.tp_size} and names {num_ranks} ranks"
+    position = 0
+    for rank in sorted(identity.ranks, key=lambda rank: rank.first_head):
+        if rank.first_head > position or rank.first_head + rank.num_heads > num_heads:
+            return f"has a rank with {rank.num_heads} KV heads from {rank.first_head} on"
+        position = max(position, rank.first_head + rank.num_heads)
+    return "" if position == num_heads or not num_ranks else f"has no rank with KV head {position}"
 
 
 def choose_transport(choice: TransportChoice, theirs: Identity, ours: HostIdentity) -> Transport:

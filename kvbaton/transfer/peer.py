@@ -26,7 +26,7 @@ from kvbaton.transfer.nixl_source import NixlPool, NixlSource
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.placement import Placement
 from kvbaton.transfer.ranges import Region
-from kvbaton.transfer.shm import ShmSource
+from kvbaton.transfer.sharding import shm_source
 from kvbaton.transfer.tcp import TcpSource
 from kvbaton.transfer.wire import (
     HANDSHAKE_FRAME_BYTES,
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class KVSource(Protocol):
-    """A way to read the peer's pool: ShmSource, TcpSource, NixlSource."""
+    """A way to read the peer's pool: ShmSource, RankSources, TcpSource, NixlSource."""
 
     def start_copy(self, offer: Offer, region: Region, placement: Placement, on_copied: OnCopied) -> None: ...
 
@@ -152,7 +152,7 @@ class PeerConnection:
             return NixlSource(nixl, reply.identity, executor, options.max_copy_bytes, options.stall_s, self.close)
         if self.transport == "shm":
             try:
-                return ShmSource(reply.identity, executor)
+                return shm_source(reply.identity, executor)
             except KvbatonError as error:
                 if self._options.transport == "shm":
                     raise
@@ -162,7 +162,7 @@ class PeerConnection:
         try:
             await self._loop.sock_sendall(sock, encode_frame(DataHello(reply.data_token)))
             MessageDecoder(Pong).decode(await receive_frame(sock, HANDSHAKE_FRAME_BYTES))
-            return TcpSource(sock, reply.identity.layout, self._options.stall_s, self.close)
+            return TcpSource(sock, self._options.stall_s, self.close)
         except BaseException:
             sock.close()
             raise

@@ -4,19 +4,23 @@
     tokens           0 .............. n     have_tokens of them are here already
     our blocks       |  0  |  1  |  2 |     (ours)
 
+Where several ranks share the KV heads, on either side, a placement is of one rank here and one rank there, and carries
+the heads that both hold.
+
 Invariants: no byte outside of tokens [have_tokens, num_tokens), rounded up to our last block, is written; with equal
-layouts whole blocks move as they are, else kv/reshard says which bytes go where. Knows nothing about transports, leases
-or time.
+layouts and heads whole blocks move as they are, else kv/reshard says which bytes go where. Knows nothing about
+transports, leases or time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvbaton.kv.layout import KVLayout
-from kvbaton.kv.reshard import Copy, Side, StridedCopy, plan_copies, run_copies
+from kvbaton.kv.reshard import Copy, HeadRange, Side, StridedCopy, plan_copies, run_copies
 from kvbaton.kv.shared_pool import SharedPool
 from kvbaton.transfer.ranges import Region, runs
 from kvbaton.types import LocalError
@@ -24,12 +28,33 @@ from kvbaton.types import LocalError
 MIN_DIRECT_BYTES = 64 * 1024  # shorter pieces than this cost more in calls than one more copy does
 
 
+@dataclass(frozen=True)
+class Shard:
+    """Which rank of the peer is read, and where the heads of either side begin in the model."""
+
+    rank: int = 0
+    source_head: int = 0
+    own_head: int = 0
+    asked: HeadRange | None = None  # the only heads that the source is asked for; None: all that its rank has
+    part: int = 0  # of the request: each is read once
+
+
+WHOLE = Shard()
+
+
 class Placement:
     """For one request: ``block_ids`` of ``pool`` hold its tokens from the first on."""
 
     def __init__(
-        self, pool: SharedPool, block_ids: Sequence[int], source: KVLayout, have_tokens: int, num_tokens: int
+        self,
+        pool: SharedPool,
+        block_ids: Sequence[int],
+        source: KVLayout,
+        have_tokens: int,
+        num_tokens: int,
+        shard: Shard = WHOLE,
     ) -> None:
+        """``source``: the layout of what is read: of the rank's pool, or of the heads that are asked for."""
         block_size = pool.layout.block_size
         if len(block_ids) * block_size < num_tokens:
             raise LocalError(f"{len(block_ids)} blocks do not hold {num_tokens} tokens", field="dst_block_ids")
@@ -37,13 +62,17 @@ class Placement:
             raise LocalError("destination blocks repeat, or are not in the pool", field="dst_block_ids")
         if have_tokens % block_size and have_tokens < num_tokens:
             raise LocalError(f"{have_tokens} is not a multiple of the block size {block_size}", field="have_tokens")
+        self.shard = shard
         self._pool = pool
         self._block_ids = tuple(block_ids)
         self._source = source
         self._have_tokens = have_tokens
         self._num_tokens = num_tokens
-        self._equal = source == pool.layout
+        self._equal = source == pool.layout and shard.source_head == shard.own_head
         self._view = pool.view()
+        held, wanted = Side(source, (), shard.source_head).heads, Side(pool.layout, (), shard.own_head).heads
+        head_bytes = source.layer_block_bytes // source.num_kv_heads
+        self.source_block_bytes = head_bytes * held.overlap(wanted).num_heads  # of one block in one layer
         self._copies: dict[tuple[int, int], list[Copy | StridedCopy]] = {}
 
     def copy_region(self, source: SharedPool, source_ids: Sequence[int], region: Region) -> None:
@@ -97,8 +126,8 @@ class Placement:
         if key not in self._copies:
             size = self._source.block_size
             self._copies[key] = plan_copies(
-                Side(self._source, source_ids),
-                Side(self._pool.layout, self._block_ids),
+                Side(self._source, source_ids, self.shard.source_head),
+                Side(self._pool.layout, self._block_ids, self.shard.own_head),
                 max(self._have_tokens, block_start * size),
                 min(self._num_tokens, block_stop * size),
             )

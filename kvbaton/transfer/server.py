@@ -20,7 +20,7 @@ from typing import Protocol
 
 from kvbaton.clock import Clock, MonotonicClock
 from kvbaton.kv.compat import digest
-from kvbaton.kv.shared_pool import SharedPool
+from kvbaton.kv.rank_pools import AnyPool
 from kvbaton.transfer.channel import receive_frame, tune_socket
 from kvbaton.transfer.errors import HandoffError, ProtocolViolation
 from kvbaton.transfer.identity import refusals
@@ -87,7 +87,7 @@ class HandoffServer:
     def __init__(
         self,
         identity: Identity,
-        pool: SharedPool,
+        pool: AnyPool,
         backend: PrefillBackend,
         options: HandoffOptions,
         clock: Clock | None = None,

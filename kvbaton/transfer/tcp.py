@@ -26,12 +26,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvbaton.kv.layout import KVLayout
-from kvbaton.kv.shared_pool import SharedPool
+from kvbaton.kv.rank_pools import AnyPool
+from kvbaton.kv.reshard import HeadRange
 from kvbaton.transfer.copying import OnCopied
 from kvbaton.transfer.errors import HandoffError, LeaseLost, PeerUnreachable, ProtocolViolation, TransferCorrupt
-from kvbaton.transfer.placement import Placement
-from kvbaton.transfer.ranges import Region, runs
+from kvbaton.transfer.lent import lent_pieces
+from kvbaton.transfer.placement import Placement, Shard
+from kvbaton.transfer.ranges import Region
 from kvbaton.transfer.tickets import TicketBook
 from kvbaton.transfer.wire import (
     DATA_HEADER_BYTES,
@@ -66,7 +67,7 @@ class DataSender:
         self,
         sock: socket.socket,
         connection_id: int,
-        pool: SharedPool,
+        pool: AnyPool,
         book: TicketBook,
         stall_s: float,
         on_ended: Callable[[], None],
@@ -146,11 +147,10 @@ class DataSender:
         if grant is None:
             return DataHeader(DATA_REFUSED, read.read_id, layer, read.block_start, read.block_stop, 0), []
         blocks = grant.offer.block_ids[read.block_start : read.block_stop]
-        view = self._pool.view()[layer]
-        pieces = [
-            memoryview(view[blocks[start] : blocks[start] + stop - start].reshape(-1)) for start, stop in runs(blocks)
-        ]
-        num_bytes = len(blocks) * self._pool.layout.layer_block_bytes
+        pieces = lent_pieces(self._pool, read, layer, blocks)
+        if pieces is None:
+            return DataHeader(DATA_REFUSED, read.read_id, layer, read.block_start, read.block_stop, 0), []
+        num_bytes = sum(piece.nbytes for piece in pieces)
         header = DataHeader(DATA_OK, read.read_id, layer, read.block_start, read.block_stop, num_bytes)
         checksum = header.checksum_of(pieces)
         if not self._unchanged(blocks, grant.offer.generations[read.block_start : read.block_stop]):
@@ -193,11 +193,8 @@ class TcpSource:
     ``on_lost`` tells that the connection broke; every read in flight has failed before.
     """
 
-    def __init__(
-        self, sock: socket.socket, source: KVLayout, stall_s: float, on_lost: Callable[[HandoffError], None]
-    ) -> None:
+    def __init__(self, sock: socket.socket, stall_s: float, on_lost: Callable[[HandoffError], None]) -> None:
         self._sock = sock
-        self._block_bytes = source.layer_block_bytes
         self._stall_s = stall_s
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -219,22 +216,14 @@ class TcpSource:
 
     def start_copy(self, offer: Offer, region: Region, placement: Placement, on_copied: OnCopied) -> None:
         """Ask for a region. ``on_copied`` is called on the loop, when no byte of it lands any more."""
-        read = Read(
-            self._next_read_id,
-            offer.ticket,
-            region.layer_start,
-            region.layer_stop,
-            region.block_start,
-            region.block_stop,
-        )
-        self._next_read_id += 1
         with self._lock:
             if self._closed:
                 error = self._broke or PeerUnreachable("the data connection is closed")
                 self._loop.call_soon(on_copied, error)
                 return
-            self._asked.append(_Asked(read.read_id, region, placement, on_copied))
-            self._unsent += encode_frame(read)
+            self._asked.append(_Asked(self._next_read_id, region, placement, on_copied))
+            self._unsent += encode_frame(_read_of(self._next_read_id, offer, region, placement.shard))
+            self._next_read_id += 1
         self._wake()
 
     def stop_copies(self, placement: Placement) -> None:
@@ -276,12 +265,13 @@ class TcpSource:
             self._broke = error  # a read asked for from now on hears it too: the cause must not depend on who is first
             failed = [asked for asked in self._asked if not asked.revoked]
             self._asked.clear()
-        self._sock.close()
-        self._wake_receiver.close()
-        self._waked.close()
         for asked in failed:
             self._post(asked.on_copied, error)
         self._post(self._on_lost, error)
+        # Only now may the peer learn of it: what it does then must not be heard of before the cause.
+        self._sock.close()
+        self._wake_receiver.close()
+        self._waked.close()
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
@@ -316,7 +306,9 @@ class TcpSource:
         region = asked.region
         if (frame.block_start, frame.block_stop) != (region.block_start, region.block_stop):
             raise ProtocolViolation("data of other blocks than were asked for")
-        num_bytes = 0 if frame.status == DATA_REFUSED else (frame.block_stop - frame.block_start) * self._block_bytes
+        num_bytes = (frame.block_stop - frame.block_start) * asked.placement.source_block_bytes
+        if frame.status == DATA_REFUSED:
+            num_bytes = 0
         if frame.payload_bytes != num_bytes:
             raise ProtocolViolation(f"{frame.payload_bytes} bytes of data where the layout makes {num_bytes}")
         return asked
@@ -386,6 +378,22 @@ class TcpSource:
                 return
             if not ready and owed:
                 raise PeerUnreachable(f"no data for {self._stall_s:.0f} s though some was asked for")
+
+
+def _read_of(read_id: int, offer: Offer, region: Region, shard: Shard) -> Read:
+    heads = shard.asked or HeadRange(0, 0)
+    return Read(
+        read_id,
+        offer.ticket,
+        region.layer_start,
+        region.layer_stop,
+        region.block_start,
+        region.block_stop,
+        shard.rank,
+        heads.start,
+        heads.stop,
+        shard.part,
+    )
 
 
 def _at_most(pieces: list[memoryview]) -> list[memoryview]:

@@ -52,16 +52,25 @@ class NixlMemory(msgspec.Struct, frozen=True):
     generations_address: Annotated[int, Meta(ge=0)]
 
 
+class RankPool(msgspec.Struct, frozen=True):
+    """What one rank of a worker holds: KV heads [first_head, first_head + num_heads) of every block."""
+
+    first_head: Annotated[int, Meta(ge=0, le=2**16)]
+    num_heads: Annotated[int, Meta(ge=1, le=2**16)]
+    shm_name: Annotated[str, Meta(max_length=255)] | None = None
+
+
 class Identity(msgspec.Struct, frozen=True):
     """Who a worker is: what must agree, where its pool is, and which life of it this is."""
 
     fingerprint: Fingerprint
-    layout: KVLayout
+    layout: KVLayout  # with the heads of the model, however many ranks share them
     num_blocks: Annotated[int, Meta(ge=1, le=2**31)]
     incarnation: Annotated[str, Meta(min_length=1, max_length=100)]
     host: HostIdentity
     shm_name: Annotated[str, Meta(max_length=255)] | None = None
     nixl: NixlMemory | None = None
+    ranks: Annotated[tuple[RankPool, ...], Meta(max_length=256)] = ()  # empty: one holds everything
 
 
 # -- handshake
@@ -180,7 +189,11 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """Send these (layer, offered block) regions: one data frame a layer. Blocks are indices into the offer's list."""
+    """Send these (layer, offered block) regions: one data frame a layer. Blocks are indices into the offer's list.
+
+    With ``head_stop`` above 0 only KV heads [head_start, head_stop) of the model are sent, in blocks that have no
+    others. ``part`` tells apart what different ranks of the reader ask for.
+    """
 
     read_id: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     ticket: Ticket
@@ -188,6 +201,10 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
     layer_stop: Count
     block_start: Count
     block_stop: Count
+    rank: Count = 0  # whose pool
+    head_start: Count = 0
+    head_stop: Count = 0
+    part: Annotated[int, Meta(ge=0, lt=1024)] = 0
 
 
 Opening = Hello | DataHello

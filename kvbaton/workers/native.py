@@ -31,6 +31,7 @@ from kvbaton.transfer.lending import PrefillSink
 from kvbaton.transfer.nixl_source import NixlPool
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.server import HandoffServer, ServerStats
+from kvbaton.transfer.sharding import rank_pools_of
 from kvbaton.transfer.wire import Identity
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, Role, TokenOutput
 from kvbaton.workers.kv_events import KVEventLog
@@ -163,6 +164,8 @@ class NativeWorker:
             raise LocalError(
                 "the engine's lease and the hand-off's lease differ", field="lease_s", fix="set both alike"
             )
+        if load_options.tp > 1:
+            _check_one_rank_only(options)
         self.options = options
         self.role: Role = options.role
         self.incarnation = secrets.token_hex(8)
@@ -175,7 +178,7 @@ class NativeWorker:
         self.tokenizer = self.loaded.tokenizer
         self.max_context = min(self.loaded.max_context, config.scheduler.max_context)
         self.fingerprint = self.loaded.fingerprint
-        self.layout = self.loaded.pool.layout
+        self.layout = self.loaded.pool.whole.layout
         self.kv_port = 0
         self._nixl = (
             NixlPool(self.loaded.pool.shared, self.incarnation) if options.handoff.transport == "nixl" else None
@@ -205,7 +208,7 @@ class NativeWorker:
 
     @property
     def identity(self) -> Identity:
-        pool = self.loaded.pool.shared
+        pool = self.loaded.pool.whole
         return Identity(
             incarnation=self.incarnation,
             host=host_identity(),
@@ -214,22 +217,25 @@ class NativeWorker:
             num_blocks=pool.num_blocks,
             fingerprint=self.fingerprint,
             nixl=None if self._nixl is None else self._nixl.memory,
+            ranks=rank_pools_of(pool),
         )
 
     async def start(self) -> None:
         self._bridge = _Bridge(asyncio.get_running_loop())
         self.engine.start()
+        if self.loaded.ranks is not None:
+            self.loaded.ranks.watch(on_lost=self.engine.stop)
         if self.role != "decode":
             await self._start_lending()
         if self.role != "prefill":
             self._client = self._new_client()
 
     def _new_client(self) -> HandoffClient:
-        return HandoffClient(self.identity, self.loaded.pool.shared, self.options.handoff, nixl=self._nixl)
+        return HandoffClient(self.identity, self.loaded.pool.whole, self.options.handoff, nixl=self._nixl)
 
     async def _start_lending(self) -> None:
         options = self.options
-        server = HandoffServer(self.identity, self.loaded.pool.shared, _Backend(self.engine), options.handoff)
+        server = HandoffServer(self.identity, self.loaded.pool.whole, _Backend(self.engine), options.handoff)
         self.kv_port = await server.start(options.host, options.kv_port)
         self._server = server
 
@@ -269,9 +275,11 @@ class NativeWorker:
         if self._server is not None:
             await self._server.stop()
         await asyncio.to_thread(self.engine.stop)
+        if self.loaded.ranks is not None:
+            await asyncio.to_thread(self.loaded.ranks.close)
         if self._nixl is not None:
             self._nixl.close()
-        self.loaded.pool.shared.unlink()
+        self.loaded.pool.whole.unlink()
         self.loaded.pool.close()
 
     def generate(
@@ -408,6 +416,12 @@ class NativeWorker:
     def _mailbox(self) -> _Mailbox:
         assert self._bridge is not None, "start the worker first"
         return _Mailbox(self._bridge)
+
+
+def _check_one_rank_only(options: WorkerOptions) -> None:
+    """What a worker of several ranks cannot do, by name."""
+    if options.handoff.transport == "nixl":
+        raise LocalError("several ranks do not hand off by NIXL", field="transport", fix="use auto, shm or tcp")
 
 
 @dataclass

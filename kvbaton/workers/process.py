@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.kv.shared_pool import sweep_stale
+from kvbaton.types import LocalError
 from kvbaton.workers.http import HttpServer, bind
 from kvbaton.workers.server import ServerOptions, WorkerServer
 
@@ -47,7 +48,9 @@ def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
         max_context=model.max_context or None,
         backend=model.backend,
         device=model.device,
-        num_threads=settings.threads or max(1, len(settings.cores)),
+        num_threads=max(1, (settings.threads or len(settings.cores)) // settings.tp),
+        tp=settings.tp,
+        tp_deadline_s=settings.tp_deadline_s,
     )
     scheduler = SchedulerConfig(
         max_batch_tokens=settings.chunk_tokens,
@@ -70,6 +73,9 @@ def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
 async def start_over_server(model: ModelSettings, settings: WorkerSettings, key: str, stop: asyncio.Event) -> Any:
     """A worker over a server of another engine: a vLLM server of its own, unless ``engine_url`` names one that runs."""
     worker: Any
+    if settings.tp > 1:
+        fix = "for vLLM give --engine-args '--tensor-parallel-size N'"
+        raise LocalError("tp is of the embedded engine", field="tp", fix=fix)
     if settings.engine == "vllm":
         from kvbaton.workers.vllm_process import make_vllm_worker
 

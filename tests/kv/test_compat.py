@@ -34,8 +34,9 @@ def test_every_field_counts(field: str) -> None:
     found = differences(FINGERPRINT, other)
     assert [difference.field for difference in found] == [field]
     assert (found[0].ours, found[0].theirs) == (str(value), str(getattr(other, field)))
-    assert blocking(found) == found
-    assert digest(FINGERPRINT) != digest(other)
+    may_differ = field == "tp_size"  # who has which heads is told by other means, and converted
+    assert blocking(found) == ([] if may_differ else found)
+    assert (digest(FINGERPRINT) == digest(other)) is may_differ
     assert field in describe(found) and found[0].theirs in describe(found)
 
 

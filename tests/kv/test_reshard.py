@@ -208,8 +208,11 @@ def test_what_cannot_be_copied_is_refused_by_name(
 def test_head_ranges() -> None:
     assert head_ranges(4, 2) == [HeadRange(0, 2), HeadRange(2, 4)]
     assert head_ranges(2, 4) == [HeadRange(0, 1), HeadRange(0, 1), HeadRange(1, 2), HeadRange(1, 2)]
-    with pytest.raises(LocalError):
-        head_ranges(3, 2)
+    assert head_ranges(3, 2) == [HeadRange(0, 2), HeadRange(2, 3)]
+    assert [held.num_heads for held in head_ranges(8, 3)] == [3, 3, 2]
+    for tp_size in (0, 4, 5):
+        with pytest.raises(LocalError, match="3 KV heads"):
+            head_ranges(3, tp_size)
     assert ranks_to_read(HeadRange(1, 4), head_ranges(4, 2)) == [(0, HeadRange(1, 2)), (1, HeadRange(2, 4))]
     with pytest.raises(LocalError):
         ranks_to_read(HeadRange(0, 4), [HeadRange(0, 2), HeadRange(3, 4)])

@@ -19,31 +19,39 @@ from kvbaton.clock import MonotonicClock
 from kvbaton.kv.blocks import BlockManager
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
+from kvbaton.kv.rank_pools import AnyPool, RankPools
+from kvbaton.kv.reshard import head_ranges
 from kvbaton.kv.shared_pool import SharedPool, segment_name
 from kvbaton.transfer.identity import host_identity
 from kvbaton.transfer.nixl_source import NixlPool
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.server import HandoffServer
+from kvbaton.transfer.sharding import rank_pools_of
 from kvbaton.transfer.wire import Identity
 from kvbaton.types import GenerateRequest, LocalError, SamplingParams, TokenOutput
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-def make_identity(pool: SharedPool, revision: str = "tiny", host=None, nixl=None) -> Identity:
+def make_identity(pool: AnyPool, revision: str = "tiny", host=None, nixl=None) -> Identity:
+    ranks = rank_pools_of(pool)
+    fingerprint = fingerprint_of(pool.layout, revision, "rope")
     return Identity(
-        fingerprint=fingerprint_of(pool.layout, revision, "rope"),
+        fingerprint=msgspec.structs.replace(fingerprint, tp_size=max(1, len(ranks))),
         layout=pool.layout,
         num_blocks=pool.num_blocks,
         incarnation=pool.incarnation,
         host=host or host_identity(),
         shm_name=pool.name,
         nixl=None if nixl is None else nixl.memory,
+        ranks=ranks,
     )
 
 
-def make_pool(layout: KVLayout, num_blocks: int, named: bool = True) -> SharedPool:
+def make_pool(layout: KVLayout, num_blocks: int, named: bool = True, tp: int = 1) -> AnyPool:
     incarnation = uuid.uuid4().hex
+    if tp > 1:
+        return RankPools.create(layout, num_blocks, head_ranges(layout.num_kv_heads, tp), incarnation)
     return SharedPool.create(layout, num_blocks, segment_name(incarnation) if named else None, incarnation)
 
 
@@ -81,7 +89,11 @@ def read_kv(pool: SharedPool, block_ids, num_tokens: int, layers: slice = slice(
 
 
 def write_kv(pool: SharedPool, block_ids, values: np.ndarray, layer: int, start: int) -> None:
-    """Write ``values`` [token, kv, head, dim] of one layer to tokens from ``start`` on."""
+    """Write ``values`` [token, kv, head, dim] of one layer to tokens from ``start`` on; each rank gets its heads."""
+    if isinstance(pool, RankPools):
+        for own, held in zip(pool.pools, pool.heads, strict=True):
+            write_kv(own, block_ids, values[:, :, held.start : held.stop], layer, start)
+        return
     typed, size = _typed(pool), pool.layout.block_size
     positions = np.arange(start, start + len(values))
     blocks = np.asarray(block_ids)[positions // size]
@@ -112,7 +124,8 @@ class FakePrefill:
         self._thread.start()
 
     def _publish(self, block: int, generation: int) -> None:
-        self.pool.generations[block] = generation
+        for pool in self.pool.pools if isinstance(self.pool, RankPools) else (self.pool,):
+            pool.generations[block] = generation
 
     # -- PrefillBackend
 

@@ -274,9 +274,8 @@ async def test_damaged_or_truncated_data_is_an_error_and_never_kv(make_pair, tra
 async def test_a_read_asked_for_after_the_break_hears_why_it_broke():
     """Whether a pull learns of damage or only of a closed connection must not depend on which thread is first."""
     ours, theirs = socket.socketpair()
-    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="bfloat16")
     lost = asyncio.get_running_loop().create_future()
-    source = TcpSource(ours, layout, 5.0, lost.set_result)
+    source = TcpSource(ours, 5.0, lost.set_result)
     theirs.sendall(bytes(DATA_HEADER_BYTES))  # data that nobody asked for
     assert isinstance(await asyncio.wait_for(lost, 20), ProtocolViolation)
     heard = asyncio.get_running_loop().create_future()
