@@ -20,7 +20,7 @@ from kvbaton.observe.metrics import Metrics
 from kvbaton.router.flight import AttemptFailed, Call, Flight
 from kvbaton.router.lifecycle import Event
 from kvbaton.router.line import Line
-from kvbaton.router.patience import Patience, SlownessBudget
+from kvbaton.router.patience import Looks, Patience, SlownessBudget
 from kvbaton.router.policy import Decision
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.registry import Hold, Member, Registry
@@ -62,7 +62,7 @@ class Caller:
         self._metrics = metrics
         self._clock = clock
         self._headers = {"content-type": "application/json", INTERNAL_KEY_HEADER.decode(): key}
-        self._slowness = SlownessBudget()
+        self._slowness, self._looks = SlownessBudget(), Looks()
         self._observe_gap = metrics.observer("kvbaton_router_itl_seconds")
         self._observe_overhead = metrics.observer("kvbaton_router_overhead_seconds")
 
@@ -128,7 +128,7 @@ class Caller:
             return down and another_decodes()
 
         may_go_elsewhere = life.may_retry or life.replays_left
-        return Patience(first_token_s, stall_s, slow, hopeless if may_go_elsewhere else None)
+        return Patience(first_token_s, stall_s, slow, hopeless if may_go_elsewhere else None, self._looks)
 
     async def _send(
         self,

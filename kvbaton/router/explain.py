@@ -30,7 +30,9 @@ class Placement(msgspec.Struct, frozen=True):
     terms: dict[str, float]
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class _Known(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a record but the parameters it was decided by."""
+
     version: int = RECORD_VERSION
     reason: Reason
     decode: str
@@ -44,8 +46,34 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     config: PolicyConfig
     has_prefill_pool: bool
     prefill_failed: bool
-    costs: FleetCosts
     turn: int = 0  # the members are in an order that makes it 0, or as they were
+
+
+class Record(_Known, frozen=True, kw_only=True):
+    costs: FleetCosts
+
+
+class Brief(_Known, frozen=True, kw_only=True):
+    """A record for a log, with the parameters as they are written there."""
+
+    costs: msgspec.Raw
+
+
+class _Written:
+    """Parameters as JSON. They stay the same over many requests, and are a third of a record."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.json.Encoder()
+        self._costs = FleetCosts()
+        self._raw = msgspec.Raw(self._encoder.encode(self._costs))
+
+    def of(self, costs: FleetCosts) -> msgspec.Raw:
+        if costs is not self._costs:
+            self._costs, self._raw = costs, msgspec.Raw(self._encoder.encode(costs))
+        return self._raw
+
+
+_WRITTEN = _Written()
 
 
 class Replay(msgspec.Struct, frozen=True):
@@ -90,12 +118,12 @@ def record(decision: Decision) -> Record:
     )
 
 
-def brief(decision: Decision) -> Record:
+def brief(decision: Decision) -> Record | Brief:
     """The record without its placements, where all they were made from is kept: a router makes one for each request."""
     case = decision.case
     if len(case.members) > MOST_KEPT or len(case.costs.workers) > MOST_KEPT or not case.config.by_cost:
         return record(decision)
-    return Record(
+    return Brief(
         reason=decision.reason,
         decode=decision.decode,
         prefill=decision.prefill,
@@ -108,7 +136,7 @@ def brief(decision: Decision) -> Record:
         config=case.config,
         has_prefill_pool=case.has_prefill_pool,
         prefill_failed=case.prefill_failed,
-        costs=case.costs,
+        costs=_WRITTEN.of(case.costs),
         turn=case.turn,
     )
 

@@ -40,6 +40,27 @@ class SlownessBudget:
         return True
 
 
+class Looks:
+    """Looks at all attempts that are under way, every ``LOOK_S``: a timer for each would cost every request one."""
+
+    def __init__(self) -> None:
+        self._at: set[Patience] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, patience: Patience, loop: asyncio.AbstractEventLoop) -> None:
+        self._at.add(patience)
+        if self._timer is None:
+            self._timer = loop.call_later(LOOK_S, self._look, loop)
+
+    def end(self, patience: Patience) -> None:
+        self._at.discard(patience)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        for patience in list(self._at):
+            patience.look()
+        self._timer = loop.call_later(LOOK_S, self._look, loop) if self._at else None
+
+
 class Patience:
     """``async with Patience(...)``: a TimeoutError when it is lost; ``cause`` then says which rule.
 
@@ -53,11 +74,12 @@ class Patience:
         stall_s: float | None,
         may_give_up: Callable[[], bool],
         hopeless: Callable[[], bool] | None = None,
+        looks: Looks | None = None,
     ) -> None:
         """None: that rule does not apply.
 
         ``may_give_up`` is asked once when a first token is late; ``hopeless`` again and again: whether the worker is
-        down, and another could be asked.
+        down, and another could be asked. ``looks``: shared by all, for those that need not be looked at more often.
         """
         self.cause: str | None = None
         self.begun = False  # something came
@@ -65,6 +87,7 @@ class Patience:
         self._stall_s = stall_s
         self._may_give_up = may_give_up
         self._hopeless = hopeless
+        self._looks = looks
         self._passing_on = False
         self._heard_s = 0.0  # when the worker was heard of, or the client had what it said
         self._timer: asyncio.TimerHandle | None = None
@@ -81,15 +104,21 @@ class Patience:
         if self._first_token_s is not None:
             self._timer = loop.call_later(self._first_token_s, self._too_slow)
         if self._hopeless is not None or self._stall_s is not None:
-            self._look = loop.call_later(self._look_s, self._look_again)
+            if self._looks is not None and self._look_s >= LOOK_S:
+                self._looks.begin(self, loop)
+            else:
+                self._look = loop.call_later(self._look_s, self._look_again)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for timer in (self._timer, self._look):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._look is not None:
+            self._look.cancel()
+        elif self._looks is not None:
+            self._looks.end(self)
         if self.cause is not None and self._task is not None:
             ours = self._task.uncancel() <= self._cancelling
             if ours and kind is asyncio.CancelledError:
@@ -111,15 +140,18 @@ class Patience:
             self._lose("slow_first_token")
 
     def _look_again(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self.cause is not None:
-            pass
-        elif not self._passing_on and self._hopeless is not None and self._hopeless():
+        self.look()
+        if self.cause is None:
+            self._look = self._loop.call_later(self._look_s, self._look_again)
+
+    def look(self) -> None:
+        """Now and then: is there still reason to wait?"""
+        if self.cause is not None or self._passing_on:
+            return
+        if self._hopeless is not None and self._hopeless():
             self._lose("down")
-        elif not self._passing_on and self._silent_s(loop) > (self._stall_s or math.inf):
+        elif self._silent_s(self._loop) > (self._stall_s or math.inf):
             self._lose("stalled")
-        else:
-            self._look = loop.call_later(self._look_s, self._look_again)
 
     def _silent_s(self, loop: asyncio.AbstractEventLoop) -> float:
         """Between two tokens; a first token has a rule of its own."""

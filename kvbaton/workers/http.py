@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping, Sequence
 from typing import Any, Self, TypeVar
@@ -29,6 +30,7 @@ T = TypeVar("T")
 TOO_MANY_BYTES = "too_many_bytes"
 WATCHES = 16  # connections that are accepted each time round
 FREE_BYTES = 64 * 1024  # of each body
+LONG_S, LOOK_S = 60.0, 0.5  # a deadline from which on it may come so much later
 PATIENCE_S = 2.0  # an upload that takes longer gives way when others want its room
 LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024 * 1024
@@ -281,12 +283,13 @@ class Bound:
     ClientGone. A class of its own: ``asyncio.timeout`` and a task that watches would cost each request more.
     """
 
-    __slots__ = ("_before", "_exchange", "_gone", "_listed", "_over", "_task", "_timeout_s", "_timer")
+    __slots__ = ("_before", "_exchange", "_gone", "_listed", "_over", "_task", "_timeout_s", "_timer", "due_s")
 
-    def __init__(self, timeout_s: float | None, listed: set[Bound] | None = None) -> None:
+    def __init__(self, timeout_s: float | None, listed: OpenRequests | None = None) -> None:
         """``timeout_s``: None for none; ``listed``: where it is found by those who cut all of them."""
         self._timeout_s = timeout_s
         self._listed = listed
+        self.due_s = math.inf  # for who looks at the clock now and then
         self._timer: asyncio.TimerHandle | None = None
         self._over = self._gone = False
         self._exchange: Exchange | None = None
@@ -296,10 +299,10 @@ class Bound:
         assert task is not None, "a bound is a task's"
         self._task = task
         self._before = task.cancelling()
+        if self._listed is not None and self._listed.take(self, self._timeout_s):
+            return self
         if self._timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self.cut)
-        if self._listed is not None:
-            self._listed.add(self)
         return self
 
     def watch(self, exchange: Exchange) -> None:
@@ -321,7 +324,7 @@ class Bound:
         if self._timer is not None:
             self._timer.cancel()
         if self._listed is not None:
-            self._listed.discard(self)
+            self._listed.drop(self)
         if self._exchange is not None:
             self._exchange.on_gone(None)
         if self._over or self._gone:
@@ -341,6 +344,7 @@ class OpenRequests:
         self._idle = asyncio.Event()
         self._idle.set()
         self._bounds: set[Bound] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
         """One more. ``leave`` must follow."""
@@ -355,7 +359,28 @@ class OpenRequests:
 
     def bound(self, timeout_s: float) -> Bound:
         """``with open.bound(...):`` ended by its deadline, and by a cut."""
-        return Bound(timeout_s, self._bounds)
+        return Bound(timeout_s, self)
+
+    def take(self, bound: Bound, timeout_s: float | None) -> bool:
+        """List it. True when its deadline is looked after from here: a long one, for which some time more is nothing,
+        and a timer of each request's own would be something."""
+        self._bounds.add(bound)
+        if timeout_s is None or timeout_s < LONG_S:
+            return False
+        loop = asyncio.get_running_loop()
+        bound.due_s = loop.time() + timeout_s
+        if self._timer is None:
+            self._timer = loop.call_later(LOOK_S, self._look, loop)
+        return True
+
+    def drop(self, bound: Bound) -> None:
+        self._bounds.discard(bound)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now_s = loop.time()
+        for bound in [each for each in self._bounds if each.due_s <= now_s]:
+            bound.cut()
+        self._timer = loop.call_later(LOOK_S, self._look, loop) if self._bounds else None
 
     async def idle(self, deadline_s: float) -> bool:
         """Wait until none is open. False when some were at the deadline; they go on."""

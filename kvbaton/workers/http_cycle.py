@@ -29,6 +29,11 @@ class Cycle(RequestResponseCycle):
     _head = b""
     _is_event_stream = False
     _until_close = False  # the end of the connection ends the answer
+    # Where each begins; set on a request's own when it changes.
+    access_log = disconnected = waiting_for_100_continue = response_started = response_complete = False
+    more_body = True
+    chunked_encoding = None
+    expected_content_length = 0
 
     def __init__(
         self,
@@ -43,19 +48,11 @@ class Cycle(RequestResponseCycle):
         self.transport = transport
         self.flow = flow
         self.logger = self.access_logger = _log
-        self.access_log = False
         self.default_headers = default_headers
         self.message_event = asyncio.Event()
         self.on_response = on_response
-        self.disconnected = False
         self.keep_alive = keep_alive
-        self.waiting_for_100_continue = False
         self.body = bytearray()
-        self.more_body = True
-        self.response_started = False
-        self.response_complete = False
-        self.chunked_encoding = None
-        self.expected_content_length = 0
 
     def take_body(self) -> bytes | None:
         """The whole body if it is here already; None: it has to be waited for."""

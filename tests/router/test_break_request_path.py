@@ -17,7 +17,7 @@ from workers.scripted import serving, until
 
 from kvbaton.config import MemberSettings
 from kvbaton.engine.tokenizer import Tokenizer
-from kvbaton.workers.http import FREE_BYTES, BodyBudget, Bound, Claim, Exchange
+from kvbaton.workers.http import FREE_BYTES, BodyBudget, Bound, Claim, Exchange, OpenRequests
 from kvbaton.workers.http_client import HttpClient
 from kvbaton.workers.http_head import MAX_WAITING
 from kvbaton.workers.openai_errors import ApiError
@@ -256,3 +256,19 @@ async def test_a_second_answer_is_no_part_of_the_first() -> None:
                 assert await response.read() == b"abc"
             assert num_connections == number
         await until(lambda: num_ended == 2)
+
+
+async def test_a_long_deadline_ends_a_request_though_it_has_no_timer_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbaton.workers.http.LONG_S", 0.01)
+    monkeypatch.setattr("kvbaton.workers.http.LOOK_S", 0.005)
+    requests = OpenRequests()
+    for _ in range(2):  # looking ends with the last one, and begins again
+        longer = requests.bound(3600.0)
+        with longer:
+            with pytest.raises(TimeoutError), requests.bound(0.02):
+                await asyncio.Event().wait()
+            assert requests._bounds == {longer}
+        while requests._timer is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0)

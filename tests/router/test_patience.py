@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvbaton.router.patience import LOOK_S, MOST_SAVED, Patience, SlownessBudget
+from kvbaton.router.patience import LOOK_S, MOST_SAVED, Looks, Patience, SlownessBudget
 
 
 def test_the_budget_is_a_share_of_what_is_asked() -> None:
@@ -32,10 +32,11 @@ async def test_no_next_token() -> None:
     assert patience.cause == "stalled" and patience.begun
 
 
-async def test_a_worker_that_is_down_is_not_waited_for() -> None:
+@pytest.mark.parametrize("looks", [None, Looks()])
+async def test_a_worker_that_is_down_is_not_waited_for(looks: Looks | None) -> None:
     down = False
     with pytest.raises(TimeoutError):
-        async with Patience(None, None, SlownessBudget().spend, lambda: down) as patience:
+        async with Patience(None, None, SlownessBudget().spend, lambda: down, looks) as patience:
             await asyncio.wait((asyncio.ensure_future(asyncio.Event().wait()),), timeout=1.5 * LOOK_S)
             assert patience.cause is None
             down = True
