@@ -11,6 +11,7 @@ import pytest
 from router.fleet import LONG, SHORT, Fleet, RawWorker, ask_raw, running_fleet
 from workers.scripted import serving, sse_events, until
 
+from kvbaton.bench.fault_proxy import FaultProxy
 from kvbaton.clock import MonotonicClock
 from kvbaton.config import MemberSettings
 from kvbaton.engine.tokenizer import Tokenizer
@@ -231,6 +232,24 @@ async def test_a_worker_that_never_answers_costs_a_deadline_not_a_client(tokeniz
             status, answer, _ = await fleet.post({"prompt": SHORT})
             assert (status, answer["error"]["code"]) == (504, code)
             assert len(worker.seen) == 1
+
+
+async def test_a_kept_connection_that_was_closing_is_no_failure(tokenizer: Tokenizer) -> None:
+    """A fleet of one behind something that resets a kept connection when it is used again."""
+    async with running_fleet(tokenizer, {"b0": "both"}) as fleet:
+        host, port = fleet.urls["b0"].removeprefix("http://").split(":")
+        async with FaultProxy(host, int(port)) as proxy:
+            fleet.registry.set_members([MemberSettings(f"http://127.0.0.1:{proxy.port}", "both", "b0")])
+            await fleet.poll()
+            for stream in (False, True):
+                assert (await fleet.post({"prompt": SHORT, "stream": stream}))[0] == 200
+                await fleet.settled()
+                proxy.to_server.cut_after_bytes = 1
+                status, answer, _ = await fleet.post({"prompt": SHORT, "stream": stream})
+                assert status == 200, answer
+            assert proxy.to_client.num_cut == 0 and proxy.to_server.num_cut == 2
+        member = fleet.registry.get("b0")
+        assert member is not None and member.num_failures == 0
 
 
 class Stopped:
