@@ -69,9 +69,12 @@ class WorkerSettings:
     engine: EngineName = "embedded"  # what computes: the engine in this package, or a server of another's
     engine_url: str = ""  # of a server that runs already; empty: one is started
     engine_events: str = ""  # where that server publishes KV events, and after a comma replays them; empty: unknown
+    engine_bootstrap_port: int = 0  # of vLLM's prefill servers with MooncakeConnector; 0: they have NixlConnector
     engine_python: str = ""  # of the environment that has the engine; empty: ours
     engine_args: str = ""  # more flags for it, as on a command line
     engine_log: str = ""  # file for what it prints; empty: one in the temporary directory
+    kv_tier_memory_mib: int = 0  # memory in which the workers of a fleet share KV blocks; 0: none
+    kv_tier_disk: str = ""  # DIR:GiB for what leaves that memory, or without it for all; empty: none
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,14 @@ ENGINE_FLAGS: tuple[_Flag, ...] = (
     ),
     (("--threads",), "worker", "threads", int, "Compute threads of a worker.  [default: one per core it stays on]"),
     (("--tp",), "worker", "tp", int, "Ranks that share a worker's heads and MLP, each a process.  [default: 1]"),
+    (
+        ("--kv-tier-memory",),
+        "worker",
+        "kv_tier_memory_mib",
+        int,
+        "MiB of memory in which a fleet's workers on this host share KV blocks.  [default: 0, none]",
+    ),
+    (("--kv-tier-disk",), "worker", "kv_tier_disk", str, "DIR:GiB on a local disk for what leaves it."),
 )
 WORKER_FLAGS: tuple[_Flag, ...] = (
     (("--role",), "worker", "role", click.Choice(["prefill", "decode", "both"]), "What it does.  [default: both]"),
@@ -124,6 +132,13 @@ SERVER_FLAGS: tuple[_Flag, ...] = (
 ENGINE_URL_FLAG: tuple[_Flag, ...] = (
     (("--engine-url",), "worker", "engine_url", str, "A server that runs already.  [default: start vLLM]"),
     (("--engine-events",), "worker", "engine_events", str, "Its KV events: tcp://HOST:PORT,tcp://HOST:REPLAY-PORT."),
+    (
+        ("--engine-bootstrap-port",),
+        "worker",
+        "engine_bootstrap_port",
+        int,
+        "vLLM's prefill servers have MooncakeConnector, and its bootstrap server there.  [default: NixlConnector]",
+    ),
 )
 DISCOVERY_FLAGS: tuple[_Flag, ...] = (
     (("--discover",), "router", "discover", str, "kubernetes:SELECTOR: workers are the pods with these labels."),

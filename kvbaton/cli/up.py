@@ -11,7 +11,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from kvbaton.cli.placement import LEAST_KV_MIB, assign_cores, emptiest_cores, fi
 from kvbaton.cli.supervisor import ChildSpec, Supervisor, Tell
 from kvbaton.config import INTERNAL_KEY_VARIABLE, FleetSettings, to_environ, without_settings
 from kvbaton.kv.shared_pool import sweep_stale
+from kvbaton.kv.tier import tier_options
+from kvbaton.kv.tier_directory import TierDirectory, memory_directory, sweep_tiers
 from kvbaton.router.control import FleetStatus, Process
 from kvbaton.types import LocalError, Role
 
@@ -112,9 +114,26 @@ def up_command(
         async with control.listening(), scaling(scale, supervisor, control, progress.tell, (ready, stop), logs):
             await supervisor.run(given["ready_timeout_s"] or START_S[fleet.worker.engine], on_ready, stop)
 
-    asyncio.run(main())
+    with tier_held(fleet, key):
+        asyncio.run(main())
     progress.tell("up", "everything has ended")
     return 0
+
+
+@contextlib.contextmanager
+def tier_held(fleet: FleetSettings, key: str) -> Iterator[None]:
+    """The memory of the shared KV tier outlives each worker, and goes with the fleet."""
+    wanted = tier_options(fleet.worker.kv_tier_memory_mib, fleet.worker.kv_tier_disk, key)
+    sweep_tiers()
+    if not wanted.memory_bytes:
+        yield
+        return
+    directory = TierDirectory(memory_directory(wanted.memory_name), passing=True)
+    directory.settle()
+    try:
+        yield
+    finally:
+        directory.close()
 
 
 @contextlib.asynccontextmanager
@@ -175,8 +194,10 @@ def complete(fleet: FleetSettings, workers: list[tuple[Role, int]], progress: Pr
 
         # Ranks find their pools there, whatever way KV takes to peers.
         shared = sum(fleet.worker.transport != "tcp" or num_ranks > 1 for _, num_ranks in workers)
-        shm_bytes = psutil.disk_usage("/dev/shm").free if shared else 0
-        fits_mib = fit_kv_memory_mib(len(workers), psutil.virtual_memory().available, shared, shm_bytes)
+        tier_bytes = fleet.worker.kv_tier_memory_mib << 20
+        shm_bytes = psutil.disk_usage("/dev/shm").free - tier_bytes if shared else 0
+        memory_bytes = psutil.virtual_memory().available - tier_bytes
+        fits_mib = fit_kv_memory_mib(len(workers), memory_bytes, shared, shm_bytes)
         if fits_mib < LEAST_KV_MIB:
             raise LocalError(
                 f"only {fits_mib} MiB of KV memory would fit for each worker",

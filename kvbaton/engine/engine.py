@@ -22,12 +22,15 @@ import numpy as np
 
 from kvbaton.clock import Clock
 from kvbaton.engine.events import EngineStats, Event, Failed, Progress, Reservation, Scheduled, Sink, Token
-from kvbaton.engine.model import Model, StepInput
+from kvbaton.engine.model import Model
 from kvbaton.engine.pool import KVPool
 from kvbaton.engine.sampler import SequenceSampler, check_sampling
 from kvbaton.engine.scheduler import Scheduler, SchedulerConfig, StepItem, StepPlan
 from kvbaton.engine.sequence import Mode, Sequence
+from kvbaton.engine.step_input import step_input
 from kvbaton.kv.blocks import BlockEvents, BlockManager
+from kvbaton.kv.tier import Tier
+from kvbaton.kv.tiering import Tiering
 from kvbaton.types import CapacityError, GenerateRequest, KvbatonError, LocalError, TokenOutput
 
 log = logging.getLogger(__name__)
@@ -74,7 +77,9 @@ class _Stop:
 class Engine:
     """Runs ``model`` over ``pool``. Call ``start`` once, ``stop`` once."""
 
-    def __init__(self, model: Model, pool: KVPool, config: EngineConfig, clock: Clock) -> None:
+    def __init__(
+        self, model: Model, pool: KVPool, config: EngineConfig, clock: Clock, tier: Tier | None = None
+    ) -> None:
         self.model = model
         self.pool = pool
         self.config = config
@@ -88,6 +93,7 @@ class Engine:
         self._scheduler = Scheduler(config.scheduler, self._blocks)
         self._active: dict[str, _Active] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | _Stop] = queue.SimpleQueue()
+        self.tiering = Tiering(tier, self._blocks, pool, self._commands.put, clock) if tier is not None else None
         self._outbox: list[tuple[Sink, Event]] = []
         self._counters = _Counters()
         self._thread = threading.Thread(target=self._run, name="kvbaton-engine", daemon=True)
@@ -100,6 +106,8 @@ class Engine:
     # -- called from any thread ----------------------------------------------------------------------------------
 
     def start(self) -> None:
+        if self.tiering is not None:
+            self.tiering.start()
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -211,8 +219,11 @@ class Engine:
 
     def publish_block_events(self) -> None:
         """Tell what changed in the prefix cache since the last time."""
-        if self.on_block_events is not None and (events := self._blocks.drain_events()):
-            self.on_block_events(events)
+        if events := self._blocks.drain_events():
+            if self.tiering is not None:
+                self.tiering.offer(events.stored)
+            if self.on_block_events is not None:
+                self.on_block_events(events)
 
     def cached_hashes(self) -> list[bytes]:
         return self._blocks.cached_hashes()
@@ -231,6 +242,8 @@ class Engine:
                 self.publish_block_events()  # before the tokens: whoever saw an answer end can read what it changed
                 self._flush()
         finally:
+            if self.tiering is not None:
+                self.tiering.stop()
             for request_id in list(self._active):
                 self._fail(request_id, LocalError("the engine stopped"))
             self._flush()
@@ -263,11 +276,25 @@ class Engine:
         try:
             self._check_request(request)
             seq = Sequence(request=request, mode=mode)
-            self._scheduler.add(seq)
+            self._active[request.request_id] = self._make_active(request, seq, sink)
         except KvbatonError as error:
             self._outbox.append((sink, Failed(error)))
             return
-        self._active[request.request_id] = self._make_active(request, seq, sink)
+        self._once_fetched(seq, lambda: self._enqueue(seq))
+
+    def _once_fetched(self, seq: Sequence, go_on: Callable[[], None]) -> None:
+        """At once, unless the shared tier may have some of its prefix."""
+        size = self.pool.layout.block_size
+        num_matchable = (seq.num_tokens - 1) // size  # the last token is always computed
+        chain = seq.hashes_of(num_matchable, size)[:num_matchable] if self.tiering is not None else []
+        if self.tiering is None or not self.tiering.fetch(seq.request_id, chain, go_on):
+            go_on()
+
+    def _enqueue(self, seq: Sequence) -> None:
+        try:
+            self._scheduler.add(seq)
+        except KvbatonError as error:
+            self._fail(seq.request_id, error)
 
     def _check_request(self, request: GenerateRequest) -> None:
         """Refuse here what would otherwise be an error of every sequence in its step."""
@@ -293,12 +320,20 @@ class Engine:
         try:
             self._check_request(request)
             seq = Sequence(request=request, mode="import")
-            num_cached = self._scheduler.reserve_import(seq)
             self._active[request.request_id] = self._make_active(request, seq, sink)
+        except Exception as error:
+            future.set_exception(error)
+            return
+        self._once_fetched(seq, lambda: self._take_reservation(seq, future))
+
+    def _take_reservation(self, seq: Sequence, future: Future[Reservation]) -> None:
+        try:
+            num_cached = self._scheduler.reserve_import(seq)
             self._counters.num_cached_tokens += num_cached
             future.set_result(Reservation(block_ids=tuple(seq.blocks), num_cached_tokens=num_cached))
         except Exception as error:
             self._counters.num_reservations_refused += isinstance(error, CapacityError)
+            del self._active[seq.request_id]
             future.set_exception(error)
 
     def _start_import(self, request_id: str, first: TokenOutput) -> None:
@@ -320,6 +355,8 @@ class Engine:
         active = self._active.pop(request_id, None)
         if active is None:
             return
+        if self.tiering is not None:
+            self.tiering.forget(request_id)
         if active.seq.state == "held":
             self._scheduler.hold_released(request_id)
         else:
@@ -334,7 +371,10 @@ class Engine:
             self._forget(request_id)
 
     def _expire_leases(self) -> None:
-        for request_id in self._blocks.expire(self._clock.now_s()):
+        now_s = self._clock.now_s()
+        if self.tiering is not None:
+            self.tiering.expire(now_s)
+        for request_id in self._blocks.expire(now_s):
             self._counters.num_lease_expiries += 1
             active = self._active.get(request_id)
             if active is not None:
@@ -351,7 +391,7 @@ class Engine:
         started_s = self._clock.now_s()
         self._announce(plan, started_s)
         try:
-            logits = self.model.forward(self._step_input(plan), self.pool, self._layer_hook(plan))
+            logits = self.model.forward(step_input(plan), self.pool, self._layer_hook(plan))
             sampled = self._sample(plan, logits)
         except Exception as error:  # one bad step must not end the loop
             log.exception("step failed")
@@ -386,30 +426,6 @@ class Engine:
             )
             self._outbox.append((active.sink, event))
         self._flush()
-
-    def _step_input(self, plan: StepPlan) -> StepInput:
-        items = plan.items
-        num_rows = sum(item.num_tokens for item in items)
-        token_ids = np.empty(num_rows, dtype=np.int32)
-        positions = np.empty(num_rows, dtype=np.int32)
-        seq_starts = np.zeros(len(items) + 1, dtype=np.int32)
-        context_lens = np.empty(len(items), dtype=np.int32)
-        most_blocks = max(len(item.seq.blocks) for item in items)
-        block_table = np.zeros((len(items), most_blocks), dtype=np.int32)
-        sample_rows = []
-        row = 0
-        for i, item in enumerate(items):
-            stop = item.start + item.num_tokens
-            token_ids[row : row + item.num_tokens] = _tokens(item.seq, item.start, stop)
-            positions[row : row + item.num_tokens] = np.arange(item.start, stop, dtype=np.int32)
-            block_table[i, : len(item.seq.blocks)] = item.seq.blocks
-            context_lens[i] = stop
-            row += item.num_tokens
-            seq_starts[i + 1] = row
-            if item.samples:
-                sample_rows.append(row - 1)
-        rows = np.asarray(sample_rows, dtype=np.int32)
-        return StepInput(token_ids, positions, seq_starts, context_lens, block_table, rows)
 
     def _layer_hook(self, plan: StepPlan) -> Callable[[int], None] | None:
         """Progress for readers after each layer; None when nobody in this step has one."""
@@ -467,14 +483,3 @@ def make_sampler(request: GenerateRequest) -> SequenceSampler:
     sampler = SequenceSampler(whole, request.prompt_token_ids[:-num_resumed], request.eos_token_ids)
     sampler.resume(resumed_token_ids(request))
     return sampler
-
-
-def _tokens(seq: Sequence, start: int, stop: int) -> list[int] | tuple[int, ...]:
-    """Token ids of positions [start, stop) of prompt followed by output."""
-    prompt = seq.request.prompt_token_ids
-    num_prompt = len(prompt)
-    if stop <= num_prompt:
-        return prompt[start:stop]
-    if start >= num_prompt:
-        return seq.output_token_ids[start - num_prompt : stop - num_prompt]
-    return [*prompt[start:], *seq.output_token_ids[: stop - num_prompt]]

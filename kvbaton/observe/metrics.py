@@ -21,6 +21,7 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from kvbaton.observe.metric import RATIOS, SECONDS, TOKENS, Metric, Where
+from kvbaton.observe.tier_metrics import TIER_METRICS
 from kvbaton.observe.worker_metrics import WORKER_METRICS
 
 CONTENT_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
@@ -290,6 +291,7 @@ METRICS: tuple[Metric, ...] = (
         "KV blocks that the index has dropped since its start because it was full.",
     ),
     *WORKER_METRICS,
+    *TIER_METRICS,
 )
 
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import TypeVar
 
 import aiohttp
@@ -81,6 +81,27 @@ class EngineServer:
             return msgspec.json.decode(raw, type=kind)
         except UNREADABLE as error:
             raise RemoteError(f"the server's answer to {path} cannot be read: {error}") from None
+
+    # -- requests
+
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str], who: str) -> bytes:
+        """The whole answer of a peer's server, which is ``who``. RemoteError whatever goes wrong: it is its part."""
+        try:
+            async with self.http.post(url, data=body, headers=headers) as response:
+                raw = await read_whole(response)
+                if response.status != 200:
+                    raise RemoteError(f"{who} answers {response.status}: {message_of(raw)}")
+                return raw
+        except (aiohttp.ClientError, OSError) as error:
+            raise RemoteError(f"{who} at {url}: {type(error).__name__}: {error}") from None
+
+    async def stream(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """The data of this server's answer, event by event; closing it ends the call. Read it under ``answering``."""
+        async with self.http.post(self.url + path, data=body, headers=headers) as response:
+            if response.status != 200:
+                raise refusal(response.status, await read_whole(response))
+            async for data in events_of(response):
+                yield data
 
     # -- figures
 
@@ -175,6 +196,17 @@ async def read_whole(response: aiohttp.ClientResponse) -> bytes:
         if len(raw) > MAX_EVENT_BYTES:
             raise RemoteError(f"an answer of more than {MAX_EVENT_BYTES} bytes")
     return bytes(raw)
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Around reading what the worker's own server answers: what goes wrong there is our side's fault."""
+    try:
+        yield
+    except (RemoteError, *UNREADABLE) as error:
+        raise LocalError(f"the server's answer cannot be read: {error}") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise LocalError(f"the server went away: {type(error).__name__}: {error}") from None
 
 
 async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

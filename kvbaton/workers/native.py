@@ -25,6 +25,7 @@ from kvbaton.clock import Clock, MonotonicClock
 from kvbaton.engine.engine import Engine, EngineConfig
 from kvbaton.engine.events import Event, Failed, Progress, Scheduled, Token
 from kvbaton.engine.loader import LoadedModel, LoadOptions, Shared, load
+from kvbaton.kv.tier import TierOptions, open_tier
 from kvbaton.transfer.client import ClientStats, Completed, FirstToken, HandoffClient, Moved
 from kvbaton.transfer.identity import host_identity
 from kvbaton.transfer.lending import PrefillSink
@@ -48,6 +49,7 @@ class WorkerOptions:
     host: str = "127.0.0.1"
     kv_port: int = 0  # 0: any free port
     handoff: HandoffOptions = field(default_factory=HandoffOptions)
+    tier: TierOptions = field(default_factory=TierOptions)
 
 
 class _Bridge:
@@ -183,7 +185,9 @@ class NativeWorker:
         self._nixl = (
             NixlPool(self.loaded.pool.shared, self.incarnation) if options.handoff.transport == "nixl" else None
         )
-        self.engine = Engine(self.loaded.model, self.loaded.pool, config, clock or MonotonicClock())
+        computed_by = f"{load_options.dtype}, weights {load_options.weights}"
+        tier = open_tier(options.tier, self.fingerprint, self.layout, computed_by)
+        self.engine = Engine(self.loaded.model, self.loaded.pool, config, clock or MonotonicClock(), tier)
         self.kv_events = KVEventLog(
             self.incarnation, self.layout.block_size, self._take_kv_snapshot, clock or MonotonicClock()
         )
@@ -401,6 +405,8 @@ class NativeWorker:
 
     def stats(self) -> WorkerStats:
         totals = dataclasses.asdict(self.engine.stats())
+        if self.engine.tiering is not None:
+            totals |= dataclasses.asdict(self.engine.tiering.stats())
         moved = dataclasses.replace(self._past)
         if self._server is not None:
             moved.lent(self._server.stats())

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.kv.shared_pool import sweep_stale
+from kvbaton.kv.tier_directory import sweep_tiers
 from kvbaton.types import LocalError
 from kvbaton.workers.http import HttpServer, bind
 from kvbaton.workers.server import ServerOptions, WorkerServer
@@ -29,11 +30,12 @@ class StoppedEarly(Exception):
     """Told to stop while a thread was still loading the model. No thread can be ended: only the process can."""
 
 
-def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
+def make_worker(model: ModelSettings, settings: WorkerSettings, key: str = "") -> Any:
     """Load the model and make the native worker. Imported late: it brings the engine with it."""
     from kvbaton.engine.engine import EngineConfig
     from kvbaton.engine.loader import LoadOptions
     from kvbaton.engine.scheduler import SchedulerConfig
+    from kvbaton.kv.tier import tier_options
     from kvbaton.transfer.options import HandoffOptions
     from kvbaton.workers.native import NativeWorker, WorkerOptions
 
@@ -65,6 +67,7 @@ def make_worker(model: ModelSettings, settings: WorkerSettings) -> Any:
             role=settings.role,
             host=settings.kv_host or settings.host,
             kv_port=settings.kv_port,
+            tier=tier_options(settings.kv_tier_memory_mib, settings.kv_tier_disk, key),
             handoff=HandoffOptions(transport=settings.transport, lease_s=settings.lease_s),
         ),
     )
@@ -76,6 +79,8 @@ async def start_over_server(model: ModelSettings, settings: WorkerSettings, key:
     if settings.tp > 1:
         fix = "for vLLM give --engine-args '--tensor-parallel-size N'"
         raise LocalError("tp is of the embedded engine", field="tp", fix=fix)
+    if settings.kv_tier_memory_mib or settings.kv_tier_disk:
+        raise LocalError("the KV tier is one of the embedded engine", field="kv_tier_memory_mib", fix="leave it out")
     if settings.engine == "vllm":
         from kvbaton.workers.vllm_process import make_vllm_worker
 
@@ -108,11 +113,12 @@ async def run_worker(
     bind(settings.host, settings.port).close()  # a port that is taken is known before the model is loaded
     if stale := sweep_stale():
         report("progress", message=f"removed {len(stale)} shared-memory segment(s) of processes that died")
+    sweep_tiers()
     report("progress", message="loading the model")
     if settings.engine != "embedded":
         worker = await start_over_server(model, settings, key, stop)
     else:
-        loading = asyncio.ensure_future(asyncio.to_thread(make_worker, model, settings))
+        loading = asyncio.ensure_future(asyncio.to_thread(make_worker, model, settings, key))
         await first_of(loading, stop.wait())
         if not loading.done():
             raise StoppedEarly

@@ -76,6 +76,17 @@ class WorkerStats(msgspec.Struct, frozen=True):
     num_receiving: int = 0  # blocks reserved, KV still to come from a peer
     num_held: int = 0  # computed here, not yet read by a peer
     num_reservations_refused: int = 0  # no room for KV that a peer would have computed
+    num_tier_hits: int = 0  # of the shared KV tier: see ``kv.tiering``
+    num_tier_tokens: int = 0
+    num_tier_fallbacks: int = 0
+    num_tier_wrong_blocks: int = 0
+    num_tier_dropped_blocks: int = 0
+    num_tier_evicted_blocks: int = 0
+    num_tier_errors: int = 0
+    tier_written_bytes: int = 0
+    tier_memory_bytes: int = 0
+    tier_disk_bytes: int = 0
+    tier_wait_s: float = 0.0
 
 
 class Worker(Protocol):

@@ -26,19 +26,19 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import describe, fingerprint_of
 from kvbaton.kv.layout import KVLayout
-from kvbaton.types import CapacityError, GenerateRequest, LocalError, RemoteError, Role
-from kvbaton.workers.engine_server import EngineServer, events_of, read_whole, refusal
+from kvbaton.types import CapacityError, GenerateRequest, RemoteError, Role
+from kvbaton.workers.engine_server import EngineServer, answering, refusal
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
 from kvbaton.workers.sglang_bootstrap import ROUTE_QUERY, BootstrapInfo, DecodeServer, decode_bootstrap, differences
 from kvbaton.workers.sglang_stream import PART, PartReader
+from kvbaton.workers.two_legs import both_legs
 from kvbaton.workers.vllm_metrics import SGLANG
-from kvbaton.workers.vllm_stream import UNREADABLE, message_of, status_of
+from kvbaton.workers.vllm_stream import UNREADABLE, status_of
 
 _ENCODER = msgspec.json.Encoder()
 _MODES: dict[Role, tuple[str | None, ...]] = {"prefill": ("prefill",), "decode": ("decode",), "both": ("null", None)}
 _ABORT_S = 2.0
-_BLAME_S = 0.5
 _MAX_ROOM = 2**63 - 1
 
 
@@ -168,41 +168,19 @@ class SglangWorker:
             "bootstrap_room": secrets.randbelow(_MAX_ROOM) + 1,
         }
         url = f"http://{prefill.host}:{port}"
-        leg = asyncio.create_task(self._prefill(request, {**body, **room, "stream": False}, url))
-        answer = self._decode(request, {**body, **room}, remote=True)
-        step: asyncio.Future[WorkerEvent | None] | None = None
+        prefilling = self._prefill({**body, **room, "stream": False}, url)
+        decoding = self._decode(request, {**body, **room}, remote=True)
         over = False
         try:
-            while not leg.done():
-                step = asyncio.ensure_future(anext(answer, None))
-                await asyncio.wait((leg, step), return_when=asyncio.FIRST_COMPLETED)
-                if leg.done() and leg.exception() is not None:
-                    break
-                if (event := await step) is None:
-                    over = True
-                    return
-                yield event
-            leg.result()  # what it raises is the peer's fault
-            async for event in answer:
-                yield event
+            async with contextlib.aclosing(both_legs(prefilling, decoding)) as events:
+                async for event in events:
+                    yield event
             over = True
-        except LocalError:
-            # Decode often fails because prefill did, and says so first: whose fault it is shows a moment later.
-            await asyncio.wait({leg}, timeout=_BLAME_S)
-            if leg.done() and (cause := leg.exception()) is not None:
-                self.engine.num_failed += 1
-                raise cause from None
-            raise
         except RemoteError:
             self.engine.num_failed += 1
             self._peers.pop(prefill, None)  # it may come back as something else
             raise
         finally:
-            open_ones: list[asyncio.Future[Any]] = [leg] if step is None else [leg, step]
-            for one in open_ones:
-                one.cancel()
-            await asyncio.gather(*open_ones, return_exceptions=True)
-            await answer.aclose()
             if over:
                 self.engine.num_done += 1
             else:
@@ -230,32 +208,25 @@ class SglangWorker:
         self.engine.num_failed += 1
         return RemoteError(what)
 
-    async def _prefill(self, request: GenerateRequest, body: dict[str, Any], url: str) -> None:
-        """Its answer is read and of no use. RemoteError whatever goes wrong: it is the peer's part."""
+    async def _prefill(self, body: dict[str, Any], url: str) -> None:
+        """Its answer is read and of no use."""
+        raw = await self.engine.post(url + "/generate", _ENCODER.encode(body), _HEADERS, "the prefill server")
         try:
-            async with self.engine.http.post(
-                url + "/generate", data=_ENCODER.encode(body), headers=_HEADERS
-            ) as response:
-                raw = await read_whole(response)
-                if response.status != 200:
-                    raise RemoteError(f"the prefill server answers {response.status}: {message_of(raw)}")
             ending = PART.decode(raw).meta_info.finish_reason
-            if ending is not None and ending.type == "abort":
-                raise RemoteError(f"the prefill server gave up: {ending.message}")
-        except (aiohttp.ClientError, OSError, *UNREADABLE) as error:
-            raise RemoteError(f"prefill at {url}: {type(error).__name__}: {error}") from None
+        except UNREADABLE as error:
+            raise RemoteError(f"the answer of the prefill server at {url} cannot be read: {error}") from None
+        if ending is not None and ending.type == "abort":
+            raise RemoteError(f"the prefill server gave up: {ending.message}")
 
     async def _decode(
         self, request: GenerateRequest, body: dict[str, Any], remote: bool = False
     ) -> AsyncGenerator[WorkerEvent, None]:
         num_prompt, admitted = len(request.prompt_token_ids), False
         parts = PartReader(request, self.config.vocab_size)
-        url = self.options.url + "/generate"
-        try:
-            async with self.engine.http.post(url, data=_ENCODER.encode(body), headers=_HEADERS) as response:
-                if response.status != 200:
-                    raise refusal(response.status, await read_whole(response))
-                async for data in events_of(response):
+        stream = self.engine.stream("/generate", _ENCODER.encode(body), _HEADERS)
+        with answering():
+            async with contextlib.aclosing(stream):
+                async for data in stream:
                     part = PART.decode(data)
                     if part.error is not None:
                         raise refusal(status_of(part.error), _ENCODER.encode({"error": part.error}))
@@ -269,10 +240,6 @@ class SglangWorker:
                     for output in outputs:
                         yield output
             parts.close()
-        except (RemoteError, *UNREADABLE) as error:
-            raise LocalError(f"the server's answer cannot be read: {error}") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise LocalError(f"the server went away: {type(error).__name__}: {error}") from None
         if remote:
             # It does not say what it got; having answered, it got all of the prompt, as it computes none itself.
             yield Finished(transfer_bytes=-(-num_prompt // self.block_size) * self._layout().block_bytes)

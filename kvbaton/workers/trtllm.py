@@ -20,7 +20,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from kvbaton.engine.model_config import ModelConfig
@@ -28,11 +27,11 @@ from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
 from kvbaton.types import GenerateRequest, LocalError, RemoteError, Role
-from kvbaton.workers.engine_server import EngineServer, events_of, read_whole, refusal
+from kvbaton.workers.engine_server import EngineServer, answering, refusal
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
 from kvbaton.workers.vllm_metrics import TRTLLM
-from kvbaton.workers.vllm_stream import CHUNK, UNREADABLE, Choice, Logprobs, TokenReader, Usage, message_of, status_of
+from kvbaton.workers.vllm_stream import CHUNK, UNREADABLE, Choice, Logprobs, TokenReader, Usage, status_of
 
 _ENCODER = msgspec.json.Encoder()
 _USUAL_BLOCK_SIZE = 32  # tokens, until the server says its own
@@ -202,22 +201,15 @@ class TrtllmWorker:
         self.engine.num_done += 1
 
     async def _context(self, body: dict[str, Any], url: str) -> _ContextAnswer:
-        """The first leg. RemoteError whatever goes wrong: it is the peer's part."""
+        """The first leg."""
         asked = {key: value for key, value in body.items() if key != "stream_options"}
         asked["stream"] = False
         asked["disaggregated_params"] = {
             "request_type": "context_only",
             "disagg_request_id": _GLOBAL_ID_FROM + secrets.randbelow(_MAX_ID - _GLOBAL_ID_FROM),
         }
-        try:
-            data = _ENCODER.encode(asked)
-            async with self.engine.http.post(url + "/v1/completions", data=data, headers=_HEADERS) as response:
-                raw = await read_whole(response)
-                if response.status != 200:
-                    raise RemoteError(f"the context server answers {response.status}: {message_of(raw)}")
-            answer = _CONTEXT.decode(raw)
-        except (aiohttp.ClientError, OSError, *UNREADABLE) as error:
-            raise RemoteError(f"context at {url}: {type(error).__name__}: {error}") from None
+        raw = await self.engine.post(url + "/v1/completions", _ENCODER.encode(asked), _HEADERS, "the context server")
+        answer = _CONTEXT.decode(raw)
         if len(answer.choices) != 1:
             raise RemoteError(f"the context server answers with {len(answer.choices)} choices")
         return answer
@@ -227,12 +219,10 @@ class TrtllmWorker:
     ) -> AsyncGenerator[WorkerEvent, None]:
         usage, tokens, remote = Usage(), TokenReader(request, self.config.vocab_size), admitted is not None
         first: Admitted | None = admitted or Admitted(len(request.prompt_token_ids), 0)
-        url = self.options.url + "/v1/completions"
-        try:
-            async with self.engine.http.post(url, data=_ENCODER.encode(body), headers=_HEADERS) as response:
-                if response.status != 200:
-                    raise refusal(response.status, await read_whole(response))
-                async for data in events_of(response):
+        stream = self.engine.stream("/v1/completions", _ENCODER.encode(body), _HEADERS)
+        with answering():
+            async with contextlib.aclosing(stream):
+                async for data in stream:
                     chunk = CHUNK.decode(data)
                     if chunk.error is not None:
                         raise refusal(status_of(chunk.error), _ENCODER.encode({"error": chunk.error}))
@@ -244,10 +234,6 @@ class TrtllmWorker:
                         for output in tokens.push(_known(choice)):
                             yield output
             tokens.close()
-        except (RemoteError, *UNREADABLE) as error:
-            raise LocalError(f"the server's answer cannot be read: {error}") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise LocalError(f"the server went away: {type(error).__name__}: {error}") from None
         if remote:
             # It does not say what it got; it was given no other way to the prompt's KV.
             num_blocks = -(-len(request.prompt_token_ids) // self.block_size)

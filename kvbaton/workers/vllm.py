@@ -1,8 +1,9 @@
-"""A vLLM server behind the worker protocol: NixlConnector's pull, every leg bounded, counted, and called off together.
+"""A vLLM server behind the worker protocol: every leg bounded, counted, and called off together.
 
 The server is driven by its OpenAI completions endpoint with token ids in and out, so that text, stop strings, usage
 and errors are made by the same code as for the embedded engine. A remote request is two calls: the prefill server
-computes one token and answers with an object that only the decode server reads; it is passed on unchanged. Invariants:
+computes one token and answers with an object that only the decode server reads; it is passed on unchanged. That is
+NixlConnector's pull; with MooncakeConnector both calls are made at once (``vllm_mooncake``). Invariants:
 no prefill is spent while this side has no room; an answer without that object fails loudly; decode is never started on
 KV whose lease has run out; leaving by any way closes the open call, which aborts it there.
 
@@ -16,11 +17,10 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import aiohttp
 import msgspec
 
 from kvbaton.clock import MonotonicClock
@@ -28,25 +28,22 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
-from kvbaton.types import (
-    GenerateRequest,
-    LocalError,
-    RemoteError,
-    Role,
-)
-from kvbaton.workers.engine_server import EngineServer, events_of, read_whole, refusal
+from kvbaton.types import GenerateRequest, RemoteError, Role
+from kvbaton.workers.engine_server import EngineServer, answering, refusal
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
+from kvbaton.workers.two_legs import both_legs
 from kvbaton.workers.vllm_kv_events import EngineBlocks
 from kvbaton.workers.vllm_kv_follow import EventEndpoints, KVEventFollower
 from kvbaton.workers.vllm_metrics import VLLM, EngineFigures
+from kvbaton.workers.vllm_mooncake import MooncakePeers, Transfer
 from kvbaton.workers.vllm_server import VllmServer
 from kvbaton.workers.vllm_stream import (
     CHUNK,
     UNREADABLE,
+    Chunk,
     TokenReader,
     Usage,
-    message_of,
     status_of,
 )
 
@@ -76,6 +73,7 @@ class VllmOptions:
     max_running: int = 64
     max_waiting: int = 256
     events: EventEndpoints | None = None  # where it publishes what its prefix cache holds
+    bootstrap_port: int = 0  # of the prefill servers' MooncakeConnector; 0: they have NixlConnector
 
 
 class _Lease(msgspec.Struct):
@@ -127,6 +125,7 @@ class VllmWorker:
         self.fingerprint = fingerprint_of(self._layout(_USUAL_BLOCK_SIZE), config.revision, config.rope_text)
         self.kv_port = int(options.url.rpartition(":")[2])
         self.engine = EngineServer(options.url, options.api_key, VLLM, options.max_running, options.max_waiting)
+        self.mooncake = MooncakePeers(options.bootstrap_port) if options.bootstrap_port else None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -209,7 +208,10 @@ class VllmWorker:
         """See ``protocol.Worker.generate``. Close the iterator (``aclose``) to abort."""
         self.engine.check_room(prefill is not None)
         body = request_body(request, self.options.model_name)
-        legs = self._decode(request, body) if prefill is None else self._both(request, body, prefill)
+        if prefill is None:
+            legs = self._decode(request, body)
+        else:
+            legs = (self._both if self.mooncake is None else self._at_once)(request, body, prefill)
         return self.engine.run(legs, deadline_s)
 
     async def _both(
@@ -229,21 +231,13 @@ class VllmWorker:
         self, request: GenerateRequest, prefill: PeerAddress, body: dict[str, Any]
     ) -> tuple[msgspec.Raw, _Lease]:
         """The first leg. RemoteError whatever goes wrong: it is the peer's part."""
-        asked = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": _OFFER}
-        for name in ("stream_options", "min_tokens", "logprobs"):
-            asked.pop(name, None)
-        url = f"http://{prefill.host}:{prefill.port}/v1/completions"
         try:
-            async with self.engine.http.post(url, data=_ENCODER.encode(asked), headers=_headers(request)) as response:
-                raw = await read_whole(response)
-                if response.status != 200:
-                    raise RemoteError(f"the prefill server answers {response.status}: {message_of(raw)}")
-            answer = CHUNK.decode(raw)
+            answer = await self._ask_prefill(request, prefill, body, _OFFER)
             if bytes(answer.kv_transfer_params) == b"null":
                 reason = answer.choices[0].finish_reason if answer.choices else None
                 raise RemoteError(f"the prefill server offers no KV (finish reason {reason})")
             lease = _LEASE.decode(bytes(answer.kv_transfer_params))
-        except (aiohttp.ClientError, OSError, *UNREADABLE) as error:
+        except UNREADABLE as error:
             self.engine.num_failed += 1
             raise RemoteError(f"prefill at {prefill.host}:{prefill.port}: {type(error).__name__}: {error}") from None
         except RemoteError:
@@ -256,22 +250,69 @@ class VllmWorker:
             raise RemoteError("the prefilled KV's lease ended before decode could start")
         return answer.kv_transfer_params, lease
 
+    async def _ask_prefill(
+        self, request: GenerateRequest, prefill: PeerAddress, body: dict[str, Any], transfer: Mapping[str, object],
+        headers: Mapping[str, str] | None = None,
+    ) -> Chunk:  # fmt: skip
+        """Its whole answer: one token, and whatever the connector tells."""
+        asked = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": transfer}
+        for name in ("stream_options", "min_tokens", "logprobs"):
+            asked.pop(name, None)
+        url = f"http://{prefill.host}:{prefill.port}/v1/completions"
+        sent = {**_headers(request), **(headers or {})}
+        return CHUNK.decode(await self.engine.post(url, _ENCODER.encode(asked), sent, "the prefill server"))
+
+    async def _at_once(
+        self, request: GenerateRequest, body: dict[str, Any], prefill: PeerAddress
+    ) -> AsyncGenerator[WorkerEvent, None]:
+        """MooncakeConnector: both calls together; the two servers find each other by bootstrap server and transfer."""
+        assert self.mooncake is not None
+        started_s, over, lease, prefilled_s = time.monotonic(), False, _Lease(), 0.0
+
+        async def ask(transfer: Transfer) -> None:
+            nonlocal prefilled_s
+            try:
+                answer = await self._ask_prefill(request, prefill, body, transfer.offer, transfer.headers)
+            except UNREADABLE as error:
+                raise RemoteError(f"the prefill server's answer cannot be read: {error}") from None
+            reason = answer.choices[0].finish_reason if answer.choices else None
+            if reason != "length":  # it sends nothing then, and decode would wait for it
+                raise RemoteError(f"the prefill server offers no KV (finish reason {reason})")
+            lease.remote_prefill_cached_tokens = 0 if answer.usage is None else answer.usage.num_cached
+            prefilled_s = time.monotonic() - started_s
+
+        try:
+            transfer = await self.mooncake.transfer(self.engine, prefill)
+            decoding = self._decode(request, body, transfer.pull, lease)
+            async with contextlib.aclosing(both_legs(ask(transfer), decoding)) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        event = msgspec.structs.replace(event, prefill_s=prefilled_s)
+                    yield event
+            over = True
+        except RemoteError:
+            self.engine.num_failed += 1
+            raise
+        finally:
+            if over:
+                self.engine.num_done += 1
+            else:
+                self.mooncake.forget(prefill)  # it may come back as another engine
+
     async def _decode(
         self,
         request: GenerateRequest,
         body: dict[str, Any],
-        transfer: msgspec.Raw | None = None,
+        transfer: msgspec.Raw | Mapping[str, object] | None = None,
         lease: _Lease | None = None,
     ) -> AsyncGenerator[WorkerEvent, None]:
         num_prompt = len(request.prompt_token_ids)
         asked = body if transfer is None else {**body, "kv_transfer_params": transfer}
         admitted, usage, tokens = False, Usage(), TokenReader(request, self.config.vocab_size)
-        url = self.options.url + "/v1/completions"
-        try:
-            async with self.engine.http.post(url, data=_ENCODER.encode(asked), headers=_headers(request)) as response:
-                if response.status != 200:
-                    raise refusal(response.status, await read_whole(response))
-                async for data in events_of(response):
+        stream = self.engine.stream("/v1/completions", _ENCODER.encode(asked), _headers(request))
+        with answering():
+            async with contextlib.aclosing(stream):
+                async for data in stream:
                     chunk = CHUNK.decode(data)
                     if chunk.error is not None:
                         raise refusal(status_of(chunk.error), _ENCODER.encode({"error": chunk.error}))
@@ -282,11 +323,7 @@ class VllmWorker:
                     for choice in chunk.choices:
                         for output in tokens.push(choice):
                             yield output
-                tokens.close()
-        except (RemoteError, *UNREADABLE) as error:
-            raise LocalError(f"the server's answer cannot be read: {error}") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise LocalError(f"the server went away: {type(error).__name__}: {error}") from None
+            tokens.close()
         if transfer is None:
             yield Finished(num_cached_tokens=usage.num_cached)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shlex
@@ -15,6 +16,7 @@ from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.engine.weights import default_model_dir
 from kvbaton.types import LocalError
 from kvbaton.workers.process import DEFAULT_KV_MIB
+from kvbaton.workers.socket_directory import SocketDirectory, sweep
 from kvbaton.workers.vllm import VllmOptions, VllmWorker
 from kvbaton.workers.vllm_kv_follow import can_follow, parse_endpoints
 from kvbaton.workers.vllm_server import ServerSpec, VllmServer, free_port, key_for_servers, split_arguments
@@ -34,8 +36,15 @@ def make_vllm_worker(model: ModelSettings, settings: WorkerSettings, key: str) -
     max_context = min(model.max_context or config.max_context, config.max_context)
     server, events = None, None
     url, api_key = settings.engine_url.rstrip("/"), os.environ.get("VLLM_API_KEY", "") or key_for_servers(key)
+    if not url and settings.engine_bootstrap_port:
+        fix = "start them yourself, and give --engine-url"
+        raise LocalError("servers with MooncakeConnector are not started here", field="engine_bootstrap_port", fix=fix)
     if not url:
-        server = VllmServer(_spec(model, settings, model_dir, name, max_context, api_key))
+        for path in sweep():
+            log.info("removed %s of a worker that died", path)
+        spec = _spec(model, settings, model_dir, name, max_context, api_key)
+        sockets = SocketDirectory() if _follows_events(spec.arguments) else None
+        server = VllmServer(dataclasses.replace(spec, events_dir=None if sockets is None else sockets.path), sockets)
         url, events = server.url, server.spec.endpoints
     elif urlsplit(url).scheme != "http" or not urlsplit(url).port:
         raise LocalError(f"{url!r} is not http://host:port", field="engine_url")
@@ -52,6 +61,7 @@ def make_vllm_worker(model: ModelSettings, settings: WorkerSettings, key: str) -
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
         events=events,
+        bootstrap_port=settings.engine_bootstrap_port,
     )
     return VllmWorker(options, config, Tokenizer.load(model_dir), server)
 
@@ -60,7 +70,6 @@ def _spec(
     model: ModelSettings, settings: WorkerSettings, model_dir: Path, name: str, max_context: int, api_key: str
 ) -> ServerSpec:
     host = settings.kv_host or settings.host
-    arguments = split_arguments(shlex.split(settings.engine_args))
     log_path = settings.engine_log or os.path.join(tempfile.gettempdir(), f"kvbaton-vllm-{os.getpid()}.log")
     return ServerSpec(
         python=settings.engine_python,
@@ -76,15 +85,13 @@ def _spec(
         cores=settings.cores,
         api_key=api_key,
         log_path=Path(log_path),
-        arguments=arguments,
-        events_dir=_events_dir(arguments),
+        arguments=split_arguments(shlex.split(settings.engine_args)),
     )
 
 
-def _events_dir(arguments: tuple[str, ...]) -> Path | None:
-    """None where events cannot be followed. Several engines in one server would need a port for each."""
+def _follows_events(arguments: tuple[str, ...]) -> bool:
+    """Not of several engines in one server, which would need a port for each."""
     several = any(word.startswith(("--data-parallel-size", "-dp")) for word in arguments)
     if several or not can_follow():
         log.info("KV events are not followed: %s", "several engines in one server" if several else "no pyzmq")
-        return None
-    return Path(tempfile.mkdtemp(prefix="kvbaton-vllm-"))
+    return not several and can_follow()

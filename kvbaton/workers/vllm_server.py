@@ -24,6 +24,7 @@ from pathlib import Path
 import aiohttp
 
 from kvbaton.types import LocalError, RemoteError, Role
+from kvbaton.workers.socket_directory import SocketDirectory
 from kvbaton.workers.vllm_kv_follow import EventEndpoints
 
 log = logging.getLogger(__name__)
@@ -117,8 +118,11 @@ def free_port(host: str) -> int:
 
 
 class VllmServer:
-    def __init__(self, spec: ServerSpec) -> None:
+    """``sockets``: the directory that ``spec`` names, which goes with the server."""
+
+    def __init__(self, spec: ServerSpec, sockets: SocketDirectory | None = None) -> None:
         self.spec = spec
+        self._sockets = sockets
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -183,9 +187,12 @@ class VllmServer:
         await self._process.wait()
 
     async def stop(self) -> None:
-        process = self._process
-        if process is None:
-            return
+        if self._process is not None:
+            await self._end(self._process)
+        if self._sockets is not None:
+            self._sockets.close()
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
         for sign in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, sign)
@@ -194,8 +201,6 @@ class VllmServer:
                     await process.wait()
         if process.returncode is None:
             raise RemoteError("vLLM does not end")
-        if self.spec.events_dir is not None:
-            shutil.rmtree(self.spec.events_dir, ignore_errors=True)
 
 
 def _die_with_parent() -> None:

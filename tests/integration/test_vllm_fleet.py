@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
 import pytest
+from integration.openai_conformance import PROMISES, Service
 from integration.vllm_fleet import MAX_CONTEXT, PYTHON, TEXTS, VllmFleet, running, text_of, until
 from openai.types import Completion
 
@@ -130,6 +131,11 @@ def test_leaving_ends_the_work_on_both_servers(split: VllmFleet, name: str) -> N
         until(f"{one} is idle", lambda one=one: not split.server(one).figure("vllm:num_requests_running"))
         until(f"{one} queues nothing", lambda one=one: not split.server(one).figure("vllm:num_requests_waiting"))
     assert split.complete(prompt=TEXTS[2]).status_code == 200
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_it_keeps_the_promises_of_openais_api(split: VllmFleet, promise: Callable[[Service], None]) -> None:
+    promise(Service(split.url, "m", num_repeats=30))
 
 
 def test_wrong_requests_are_the_clients_fault(split: VllmFleet) -> None:

@@ -18,6 +18,7 @@ from kvbaton.engine.engine import EngineConfig
 from kvbaton.engine.loader import LoadOptions
 from kvbaton.engine.scheduler import SchedulerConfig
 from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.kv.tier import TierOptions
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.types import GenerateRequest, SamplingParams, TokenOutput
 from kvbaton.workers.native import NativeWorker, WorkerOptions
@@ -49,8 +50,16 @@ class Answer:
 class Fleet:
     """``async with Fleet(topology, model_dir, ...) as fleet: await fleet.run(prompts, sampling)``."""
 
-    def __init__(self, topology: Topology, model_dir: Path, num_blocks: int = 2048, **load_options: object) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        model_dir: Path,
+        num_blocks: int = 2048,
+        tier: TierOptions | None = None,
+        **load_options: object,
+    ) -> None:
         self.topology = topology
+        self._tier = tier or TierOptions()
         self._model_dir = model_dir
         self._num_blocks = num_blocks
         self._load_options = load_options
@@ -81,7 +90,7 @@ class Fleet:
                 **self._load_options,
             ),
             EngineConfig(scheduler=scheduler),
-            WorkerOptions(role=role, handoff=HandoffOptions(transport=topology.transport)),
+            WorkerOptions(role=role, handoff=HandoffOptions(transport=topology.transport), tier=self._tier),
         )
         await worker.start()
         self._stack.push_async_callback(worker.stop)
