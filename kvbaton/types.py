@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 # What decoding the bytes of others may raise. RecursionError: nested too deep, even where nobody asked for that part.
 UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # of the hand-off; 1 knew no proof of who the peer is, and is refused
 
 
 class KvbatonError(Exception):

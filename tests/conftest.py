@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvbaton.drill.tiny_model import write_random_weights
 from kvbaton.engine.weights import default_model_dir
+
+# How fast a machine is decides no test: an example of Hypothesis may take as long as it takes.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 NUM_BYTES = 256
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

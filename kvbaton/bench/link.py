@@ -16,13 +16,14 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 import msgspec
 import numpy as np
 
+from kvbaton.config import internal_key
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
 from kvbaton.kv.shared_pool import SharedPool, segment_name
@@ -40,6 +41,7 @@ from kvbaton.types import GenerateRequest, LocalError, RemoteError, SamplingPara
 REVISION = "link-probe"
 START_DEADLINE_S = 60.0
 PULL_DEADLINE_S = 120.0
+_OPTIONS = HandoffOptions(secret=internal_key().encode())  # between hosts both ends need the same one
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ async def lend(
     # Every page is touched now; a first read must not pay for the kernel's zeroing.
     pool.buffer.view(np.uint64)[:] = np.arange(pool.buffer.nbytes // 8, dtype=np.uint64)
     nixl = _registered(pool, transport)
-    server = HandoffServer(identity_of(pool, nixl), pool, Lender(pool, run_blocks), HandoffOptions())
+    server = HandoffServer(identity_of(pool, nixl), pool, Lender(pool, run_blocks), _OPTIONS)
     try:
         print(await server.start(*address), flush=True)
         await until
@@ -180,7 +182,7 @@ async def measure_link(spec: LinkSpec) -> LinkResult:
         pool = make_pool(spec.layout, pool_blocks(spec), named=False)
         pool.buffer[:] = 0
         nixl = _registered(pool, spec.transport)
-        client = HandoffClient(identity_of(pool, nixl), pool, HandoffOptions(transport=spec.transport), nixl=nixl)
+        client = HandoffClient(identity_of(pool, nixl), pool, replace(_OPTIONS, transport=spec.transport), nixl=nixl)
         try:
             puller = _Puller(client, address, pool)
             transport = ""

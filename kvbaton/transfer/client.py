@@ -252,6 +252,10 @@ class _Pull:
         self._last_byte_s = self._started_s
 
     @property
+    def request_id(self) -> str:
+        return self._session.request.request_id
+
+    @property
     def outcome(self) -> Pulling:
         return self._session.state
 

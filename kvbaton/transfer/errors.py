@@ -27,7 +27,10 @@ class PeerRefused(HandoffError):
     retryable = False
 
     def __init__(self, message: str, differences: tuple[str, ...] = ()) -> None:
-        super().__init__(message, field="fingerprint", fix="run both roles from the same model, settings and version")
+        field, fix = "fingerprint", "run both roles from the same model, settings and version"
+        if any(difference.startswith("KVBATON_INTERNAL_KEY") for difference in differences):
+            field, fix = "KVBATON_INTERNAL_KEY", "start every worker of the fleet with the same one"
+        super().__init__(message, field=field, fix=fix)
         self.differences = differences
 
 

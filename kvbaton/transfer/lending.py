@@ -1,6 +1,7 @@
 """One decode worker's control connection as the prefill side sees it: its sessions, its tickets, its lending threads.
 
-Invariants: sessions are touched on the loop's thread only; when the connection ends, every session on it has ended, its
+Invariants: sessions are touched on the loop's thread only; a pull is started once, however often that is said; a ticket
+is signed for one request of this connection's reader; when the connection ends, every session on it has ended, its
 tickets are revoked and its lending threads are closed.
 
 Knows nothing about other connections, except by asking the server whether a request id is free.
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
 import threading
 from dataclasses import dataclass
@@ -21,14 +21,15 @@ import msgspec
 import numpy as np
 
 from kvbaton.transfer import offering
+from kvbaton.transfer.auth import Session, same
 from kvbaton.transfer.channel import ControlChannel
 from kvbaton.transfer.errors import HandoffError, PeerUnreachable
 from kvbaton.transfer.offering import Offering, PrefillSession
 from kvbaton.transfer.tcp import DataSender
 from kvbaton.transfer.wire import (
-    TICKET_BYTES,
     Abort,
     Ack,
+    DataHello,
     Failed,
     First,
     Ping,
@@ -75,8 +76,10 @@ class PrefillSink:
         assert num_tokens == len(self._session.start.request.prompt_token_ids)
         blocks = tuple(block_ids[: pool.layout.blocks_for(num_tokens)])  # a last one for output is not offered
         generations = pool.generations[np.array(blocks, dtype=np.int64)].tolist()
-        ticket = secrets.token_bytes(TICKET_BYTES)
-        now_s = self._connection.server.clock.now_s()
+        server = self._connection.server
+        now_s = server.clock.now_s()
+        request_id = self._session.start.request.request_id
+        ticket = self._connection.session.sign_ticket(request_id, now_s + server.options.ticket_s)
         self._post(offering.Scheduled(ticket, blocks, tuple(generations), cached_tokens, now_s))
 
     def on_progress(self, tokens_ready: int, layers_ready: int) -> None:
@@ -111,14 +114,36 @@ class PrefillSink:
             self._connection.feed(self._session, event)
 
 
+class _PastPulls:
+    """Pull ids of one connection that are used up. Readers count them up, so old ones need not be listed."""
+
+    LISTED = 8192
+
+    def __init__(self) -> None:
+        self._ids: set[int] = set()
+        self._below = 0  # all of these are
+
+    def __contains__(self, pull_id: int) -> bool:
+        return pull_id < self._below or pull_id in self._ids
+
+    def add(self, pull_id: int) -> None:
+        self._ids.add(pull_id)
+        if len(self._ids) > self.LISTED:
+            kept = sorted(self._ids)[self.LISTED // 2 :]
+            self._below, self._ids = kept[0], set(kept)
+
+
 class LendingConnection:
-    def __init__(self, server: HandoffServer, connection_id: int) -> None:
+    def __init__(self, server: HandoffServer, connection_id: int, session: Session) -> None:
         self.server = server
         self.connection_id = connection_id
+        self.session = session  # what its reader has proved
         self.counters = LendingCounters()
         self._loop = asyncio.get_running_loop()
         self._sessions: dict[int, PrefillSession] = {}  # by pull id
         self._tickets: dict[bytes, PrefillSession] = {}
+        self._past = _PastPulls()
+        self._data_nonces: set[bytes] = set()  # as many as there may be data connections
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._renewals: set[asyncio.Task[None]] = set()
         self._senders: list[DataSender] = []
@@ -161,6 +186,14 @@ class LendingConnection:
     def close(self, reason: str) -> None:
         if self._channel is not None:
             self._channel.close(PeerUnreachable(reason))
+
+    def takes_data(self, hello: DataHello) -> bool:
+        """Whether our reader sent this, and for the first time."""
+        good = same(hello.tag, self.session.of_data_reader(hello.data_token, hello.nonce))
+        if not good or hello.nonce in self._data_nonces:
+            return False
+        self._data_nonces.add(hello.nonce)
+        return True
 
     def lend(self, sock: socket.socket) -> bool:
         """Give a data connection its thread. False if there is nothing to lend from any more."""
@@ -207,7 +240,7 @@ class LendingConnection:
                     self.feed(session, offering.AckArrived(message.ticket))
             case Renew():
                 session = self._tickets.get(message.ticket)
-                if session is None:
+                if session is None or self.server.book.expired(message.ticket):
                     self._send(RenewReply(message.ticket, False))
                 else:
                     self.feed(session, offering.RenewArrived(message.ticket))
@@ -215,6 +248,8 @@ class LendingConnection:
     def _start(self, start: Start) -> None:
         session = self._sessions.get(start.pull_id)
         if session is None:
+            if start.pull_id in self._past:
+                return  # said again: it was started, and has ended
             refusal = self._refusal(start)
             if refusal is not None:
                 self._send(refusal)
@@ -265,6 +300,7 @@ class LendingConnection:
                 backend.abort(request_id)
             case offering.Close():
                 self._sessions.pop(session.start.pull_id, None)
+                self._past.add(session.start.pull_id)
                 self.server.unclaim(request_id)
                 num_blocks = self._num_blocks.pop(session.start.pull_id, 0)
                 if action.state is Offering.RELEASED and not self._senders:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbaton.transfer.identity import TransportChoice
 from kvbaton.types import LocalError
@@ -24,11 +24,16 @@ class HandoffOptions:
     max_copies: int = 2  # in flight for one request; with the above, what one request may have outstanding
     max_connections: int = 256
     max_sessions: int = 4096  # requests in progress on one connection
+    max_strangers: int = 64  # connections that have not proved themselves yet; beyond it the oldest of them goes
+    ticket_s: float = 3600.0  # nothing is read by a ticket older than that, however often its lease was renewed
+    secret: bytes = field(default=b"", repr=False)  # the fleet's; without one a lender listens on loopback alone
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "connect_s", "frame_s", "heartbeat_s", "stall_s", "max_copy_bytes", "max_copies"):
             if getattr(self, name) <= 0:
                 raise LocalError(f"{name} must be positive, got {getattr(self, name)}", field=name)
+        if self.max_strangers < 1 or self.ticket_s < self.lease_s:
+            raise LocalError("a ticket must outlast a lease, and one stranger be heard", field="ticket_s")
         if self.silence_s < 2 * self.heartbeat_s:
             raise LocalError(
                 f"silence_s {self.silence_s} allows less than two heartbeats of {self.heartbeat_s} s", field="silence_s"

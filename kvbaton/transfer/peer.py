@@ -1,7 +1,9 @@
 """One prefill worker as the decode side sees it: the handshake, the control connection, and the way its KV is read.
 
 Invariants: a connection belongs to one life (incarnation) of the peer, so nothing learned from an earlier one is used;
-when any part of it breaks, all of it is closed and every pull on it hears so once; heartbeats run while it is open.
+it is open only after both sides have proved to know the fleet's secret, on each of its sockets; a ticket that was not
+signed for the request it is said to be for ends it; when any part of it breaks, all of it is closed and every pull on
+it hears so once; heartbeats run while it is open.
 
 Knows nothing about destinations or outcomes of pulls.
 """
@@ -18,9 +20,10 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.kv.compat import digest
+from kvbaton.transfer.auth import Handshake, Session, fresh_nonce, same
 from kvbaton.transfer.channel import ControlChannel, receive_frame, tune_socket
 from kvbaton.transfer.copying import OnCopied
-from kvbaton.transfer.errors import HandoffError, PeerRefused, PeerUnreachable
+from kvbaton.transfer.errors import HandoffError, PeerRefused, PeerUnreachable, ProtocolViolation
 from kvbaton.transfer.identity import Transport, choose_transport, refusals
 from kvbaton.transfer.nixl_source import NixlPool, NixlSource
 from kvbaton.transfer.options import HandoffOptions
@@ -30,7 +33,9 @@ from kvbaton.transfer.sharding import shm_source
 from kvbaton.transfer.tcp import TcpSource
 from kvbaton.transfer.wire import (
     HANDSHAKE_FRAME_BYTES,
+    Challenge,
     DataHello,
+    DataWelcome,
     Failed,
     First,
     HelloReply,
@@ -41,13 +46,17 @@ from kvbaton.transfer.wire import (
     Ping,
     Pong,
     Progress,
+    Proof,
+    ProofReply,
     Refused,
     RenewReply,
     ToDecode,
     encode_frame,
+    encode_identity,
     make_hello,
+    without_reach,
 )
-from kvbaton.types import PROTOCOL_VERSION, KvbatonError
+from kvbaton.types import KvbatonError
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +78,9 @@ class KVSource(Protocol):
 class Listener(Protocol):
     """A pull, as its connection sees it."""
 
+    @property
+    def request_id(self) -> str: ...
+
     def on_message(self, message: Offer | Progress | First | RenewReply | Failed) -> None: ...
 
     def on_lost(self, error: HandoffError) -> None: ...
@@ -80,11 +92,13 @@ class PeerConnection:
     def __init__(
         self,
         identity: Identity,
+        session: Session,
         transport: Transport,
         options: HandoffOptions,
         on_closed: Callable[[PeerConnection], None],
     ) -> None:
         self.identity = identity
+        self._session = session
         self.transport = transport
         self._options = options
         self._on_closed = on_closed
@@ -109,10 +123,11 @@ class PeerConnection:
         """Shake hands and open the way to the KV. PeerUnreachable, PeerRefused, or LocalError for an impossible way."""
         try:
             async with asyncio.timeout(options.connect_s):
-                sock, reply = await _handshake(address, ours)
+                sock, reply, session = await _handshake(address, ours, options.secret)
                 try:
                     connection = cls(
                         reply.identity,
+                        session,
                         choose_transport(options.transport, reply.identity, ours.host),
                         options,
                         on_closed,
@@ -160,8 +175,13 @@ class PeerConnection:
                 self.transport = "tcp"
         sock = await _dial(address)
         try:
-            await self._loop.sock_sendall(sock, encode_frame(DataHello(reply.data_token)))
-            MessageDecoder(Pong).decode(await receive_frame(sock, HANDSHAKE_FRAME_BYTES))
+            token, nonce = reply.data_token, fresh_nonce()
+            hello = DataHello(token, nonce, self._session.of_data_reader(token, nonce))
+            await self._loop.sock_sendall(sock, encode_frame(hello))
+            welcome = MessageDecoder(DataWelcome).decode(await receive_frame(sock, HANDSHAKE_FRAME_BYTES))
+            assert isinstance(welcome, DataWelcome)
+            if not same(welcome.tag, self._session.of_data_lender(token, nonce)):
+                raise PeerRefused("the data connection does not lead to the peer")
             return TcpSource(sock, self._options.stall_s, self.close)
         except BaseException:
             sock.close()
@@ -206,6 +226,8 @@ class PeerConnection:
             case Offer():
                 listener = self._by_pull.get(message.pull_id)
                 if listener is not None:  # else it was given up, and its Abort is on the way
+                    if not self._session.signed(message.ticket, listener.request_id):
+                        raise ProtocolViolation("an offer whose ticket is not for the request that was asked for")
                     self._by_ticket[message.ticket] = listener
                     listener.on_message(message)
             case Failed():
@@ -232,24 +254,41 @@ class PeerConnection:
             self._heartbeat = self._loop.call_later(self._options.heartbeat_s, self._beat)
 
 
-async def _handshake(address: tuple[str, int], ours: Identity) -> tuple[socket.socket, HelloReply]:
+async def _handshake(
+    address: tuple[str, int], ours: Identity, secret: bytes
+) -> tuple[socket.socket, HelloReply, Session]:
+    """As ``auth`` draws it: we prove ourselves first, then the peer."""
     loop = asyncio.get_running_loop()
     sock = await _dial(address)
     try:
-        hello = make_hello(ours, PROTOCOL_VERSION, digest(ours.fingerprint))
-        await loop.sock_sendall(sock, encode_frame(hello))
-        reply = MessageDecoder(OpeningReply).decode(await receive_frame(sock, HANDSHAKE_FRAME_BYTES))
+        nonce = fresh_nonce()
+        await loop.sock_sendall(sock, encode_frame(make_hello(nonce)))
+        challenge = MessageDecoder(OpeningReply).decode(await receive_frame(sock, HANDSHAKE_FRAME_BYTES))
+        if isinstance(challenge, Refused):
+            raise _refused(address, challenge)
+        assert isinstance(challenge, Challenge)
+        handshake = Handshake(secret, nonce, challenge.nonce)
+        identity = encode_identity(without_reach(ours))
+        proof = Proof(digest(ours.fingerprint), msgspec.Raw(identity), handshake.of_reader(identity))
+        await loop.sock_sendall(sock, encode_frame(proof))
+        reply = MessageDecoder(ProofReply).decode(await receive_frame(sock, HANDSHAKE_FRAME_BYTES))
         if isinstance(reply, Refused):
-            why = _reason(reply.reason, reply.differences)
-            raise PeerRefused(f"{_show(address)} refused: {why}", reply.differences)
+            raise _refused(address, reply)
         assert isinstance(reply, HelloReply)
+        if not same(reply.tag, handshake.of_lender(encode_identity(reply.identity), reply.data_token)):
+            differences = ("KVBATON_INTERNAL_KEY: the peer does not know it",)
+            raise PeerRefused(f"{_show(address)} is not of this fleet", differences)
         found = refusals(reply.identity, ours)  # never only the peer's word for it
         if found:
             raise PeerRefused(f"KV of {_show(address)} is not ours: {_reason('', found)}", found)
-        return sock, reply
+        return sock, reply, handshake.session(ours.incarnation, reply.identity.incarnation)
     except BaseException:
         sock.close()
         raise
+
+
+def _refused(address: tuple[str, int], told: Refused) -> PeerRefused:
+    return PeerRefused(f"{_show(address)} refused: {_reason(told.reason, told.differences)}", told.differences)
 
 
 async def _dial(address: tuple[str, int]) -> socket.socket:

@@ -143,7 +143,7 @@ class DataSender:
 
     def _prepare(self, read: Read, layer: int) -> tuple[DataHeader, list[memoryview]]:
         """One layer's frame. Asked of the book for each layer: the lease may end between two."""
-        grant = self._book.find(read, layer, self._connection_id)
+        grant = self._book.take(read, layer, self._connection_id)
         if grant is None:
             return DataHeader(DATA_REFUSED, read.read_id, layer, read.block_start, read.block_stop, 0), []
         blocks = grant.offer.block_ids[read.block_start : read.block_stop]

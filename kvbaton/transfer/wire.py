@@ -23,14 +23,18 @@ import xxhash
 from msgspec import Meta
 
 from kvbaton.kv.layout import KVLayout
+from kvbaton.transfer.auth import NONCE_BYTES, TAG_BYTES, TICKET_BYTES
 from kvbaton.transfer.errors import ProtocolViolation
-from kvbaton.types import Fingerprint, GenerateRequest, TokenOutput
+from kvbaton.types import PROTOCOL_VERSION, Fingerprint, GenerateRequest, TokenOutput
 
-TICKET_BYTES = 16
+DATA_TOKEN_BYTES = 16
 HANDSHAKE_FRAME_BYTES = 64 * 1024  # what a stranger may make us hold
 CONTROL_FRAME_BYTES = 8 * 1024 * 1024  # a prompt of a million tokens is 5 MB
 
 Ticket = Annotated[bytes, Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
+DataToken = Annotated[bytes, Meta(min_length=DATA_TOKEN_BYTES, max_length=DATA_TOKEN_BYTES)]
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Tag = Annotated[bytes, Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
 PullId = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # names one pull on its connection; never used twice there
 Count = Annotated[int, Meta(ge=0, le=2**31)]
 Generation = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -73,26 +77,46 @@ class Identity(msgspec.Struct, frozen=True):
     ranks: Annotated[tuple[RankPool, ...], Meta(max_length=256)] = ()  # empty: one holds everything
 
 
-# -- handshake
+# -- handshake: ``auth`` says what each tag proves
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First frame of a control connection."""
+    """First frame of a control connection. Name and first fields are the same in every version of the protocol."""
 
     protocol_version: int
+    fingerprint_digest: Annotated[bytes, Meta(max_length=64)] = b""  # version 1 said here who it is
+    identity: msgspec.Raw = msgspec.Raw(b"\xc0")
+    nonce: Annotated[bytes, Meta(max_length=64)] = b""  # judged after the version: the first one has none
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """The version is understood; now say who you are, and prove that you are of this fleet."""
+
+    nonce: Nonce
+
+
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
     fingerprint_digest: Annotated[bytes, Meta(max_length=64)]
-    identity: msgspec.Raw  # an Identity, in this version of the protocol
+    identity: msgspec.Raw  # an Identity, without what its own memory could be reached by
+    tag: Tag
+
+
+class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
+    identity: Identity
+    data_token: DataToken
+    tag: Tag
 
 
 class DataHello(msgspec.Struct, frozen=True, tag="data_hello"):
     """First frame of a data connection: which control connection it belongs to."""
 
-    data_token: Ticket
+    data_token: DataToken
+    nonce: Nonce
+    tag: Tag
 
 
-class HelloReply(msgspec.Struct, frozen=True, tag="hello_reply"):
-    identity: Identity
-    data_token: Ticket
+class DataWelcome(msgspec.Struct, frozen=True, tag="data_welcome"):
+    tag: Tag
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -208,7 +232,8 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
 
 
 Opening = Hello | DataHello
-OpeningReply = HelloReply | Refused
+OpeningReply = Challenge | Refused
+ProofReply = HelloReply | Refused
 ToPrefill = Start | Renew | Ack | Abort | Ping
 ToDecode = Offer | Progress | First | RenewReply | Failed | Pong
 
@@ -222,15 +247,25 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def make_hello(identity: Identity, protocol_version: int, digest: bytes) -> Hello:
-    return Hello(protocol_version, digest, msgspec.Raw(_encoder.encode(identity)))
+def make_hello(nonce: bytes, protocol_version: int = PROTOCOL_VERSION) -> Hello:
+    return Hello(protocol_version, nonce=nonce)
 
 
-def decode_identity(hello: Hello) -> Identity:
+def encode_identity(identity: Identity) -> bytes:
+    return _encoder.encode(identity)
+
+
+def without_reach(identity: Identity) -> Identity:
+    """What a lender need not know of its reader: by which way the reader's own memory can be read."""
+    ranks = tuple(msgspec.structs.replace(rank, shm_name=None) for rank in identity.ranks)
+    return msgspec.structs.replace(identity, shm_name=None, nixl=None, ranks=ranks)
+
+
+def decode_identity(encoded: msgspec.Raw | bytes) -> Identity:
     try:
-        return _identity_decoder.decode(hello.identity)
+        return _identity_decoder.decode(encoded)
     except Exception as error:  # a struct's own validation raises types of ours
-        raise ProtocolViolation(f"the identity in Hello makes no sense: {error}") from error
+        raise ProtocolViolation(f"the identity of the peer makes no sense: {error}") from error
 
 
 class MessageDecoder:

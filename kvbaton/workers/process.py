@@ -68,7 +68,7 @@ def make_worker(model: ModelSettings, settings: WorkerSettings, key: str = "") -
             host=settings.kv_host or settings.host,
             kv_port=settings.kv_port,
             tier=tier_options(settings.kv_tier_memory_mib, settings.kv_tier_disk, key),
-            handoff=HandoffOptions(transport=settings.transport, lease_s=settings.lease_s),
+            handoff=HandoffOptions(transport=settings.transport, lease_s=settings.lease_s, secret=key.encode()),
         ),
     )
 

@@ -15,14 +15,26 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvbaton.kv.compat import digest
 from kvbaton.transfer import peer as peer_module
+from kvbaton.transfer.auth import Handshake, Session, fresh_nonce
 from kvbaton.transfer.errors import LeaseLost, PeerRefused, PeerUnreachable, TransferCorrupt
 from kvbaton.transfer.placement import Placement
 from kvbaton.transfer.ranges import Region
 from kvbaton.transfer.server import HandoffServer
-from kvbaton.transfer.wire import HelloReply, Identity, Offer, Read, Refused, make_hello
-from kvbaton.types import PROTOCOL_VERSION, KvbatonError
+from kvbaton.transfer.wire import (
+    DATA_TOKEN_BYTES,
+    HelloReply,
+    Identity,
+    Offer,
+    Proof,
+    Read,
+    Refused,
+    encode_identity,
+)
+from kvbaton.types import KvbatonError
 
 from .story import Violation
 
@@ -44,15 +56,20 @@ class SimServer(HandoffServer):
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         return 1
 
-    def accept(self, end: Any, hello: Any) -> HelloReply | Refused:
-        reply = self._answer(hello)
-        if isinstance(reply, HelloReply):
-            self._spawn(self._serve_control(end, reply.data_token))
-        return reply
+    def accept(self, end: Any, proof: Proof, handshake: Handshake) -> tuple[HelloReply, Session] | Refused:
+        reader = self._judge(proof)
+        if isinstance(reader, Refused):
+            self._num_refused += 1
+            return reader
+        token = secrets.token_bytes(DATA_TOKEN_BYTES)
+        session = handshake.session(reader.incarnation, self.identity.incarnation)
+        self._spawn(self._serve_control(end, token, session))
+        tag = handshake.of_lender(encode_identity(self.identity), token)
+        return HelloReply(self.identity, token, tag), session
 
 
-async def _handshake(address: tuple[str, int], ours: Identity) -> tuple[Any, HelloReply]:
-    """As the product's, over a wire."""
+async def _handshake(address: tuple[str, int], ours: Identity, secret: bytes) -> tuple[Any, HelloReply, Session]:
+    """As the product's, over a wire; the proofs are tested on sockets."""
     world = current_world()
     reader, lender = world.processes_by_life[ours.incarnation], world.process_at(address[0])
     options = reader.native.options.handoff
@@ -61,11 +78,13 @@ async def _handshake(address: tuple[str, int], ours: Identity) -> tuple[Any, Hel
     if server is None:
         wire.break_off()
         raise PeerUnreachable("nobody listens there")
-    reply = server.accept(wire.ends[1], make_hello(ours, PROTOCOL_VERSION, digest(ours.fingerprint)))
-    if isinstance(reply, Refused):
+    handshake, identity = Handshake(secret, fresh_nonce(), fresh_nonce()), encode_identity(ours)
+    proof = Proof(digest(ours.fingerprint), msgspec.Raw(identity), handshake.of_reader(identity))
+    accepted = server.accept(wire.ends[1], proof, handshake)
+    if isinstance(accepted, Refused):
         wire.break_off()
-        raise PeerRefused(reply.reason, reply.differences)
-    return wire.ends[0], reply
+        raise PeerRefused(accepted.reason, accepted.differences)
+    return wire.ends[0], *accepted
 
 
 async def _open_source(connection: Any, address: Any, reply: HelloReply, *_: Any) -> SimSource:
@@ -145,7 +164,10 @@ class SimSource:
     def _delay_s(self) -> float:
         world = self._world
         delay_s = world.network.delay_s(self._lender.name, self.reader.name)
-        return delay_s if world.calm else min(LONGEST_COPY_S, delay_s * world.plan.copy_factor)
+        if world.calm:
+            return delay_s
+        stands_s = max(0.0, world.standing_until_s.get(self.reader.name, 0.0) - world.loop.time())
+        return stands_s + min(LONGEST_COPY_S, delay_s * world.plan.copy_factor)
 
     def _after(self, copy: Copy, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         if copy.timer is not None:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvbaton.clock import ManualClock
+from kvbaton.transfer.auth import Session
 from kvbaton.transfer.tickets import TicketBook
 from kvbaton.transfer.wire import Offer, Read
 
-OFFER = Offer(1, b"t" * 16, (5, 6, 7), (1, 1, 1), 40, 16, 9.0)
+TICKET = Session(b"k", "reader", "lender").sign_ticket("r", expires_s=100.0)
+OFFER = Offer(1, TICKET, (5, 6, 7), (1, 1, 1), 40, 16, 9.0)
 READ = Read(1, OFFER.ticket, 0, 2, 0, 1)
 
 
 @pytest.fixture
-def book():
-    book = TicketBook(num_layers=4, block_size=16)
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def book(clock):
+    book = TicketBook(num_layers=4, block_size=16, clock=clock)
     book.grant(OFFER, 9)
     return book
 
@@ -34,7 +42,8 @@ def test_what_is_cached_may_be_read_at_once_and_the_rest_as_it_is_computed(book)
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"ticket": b"u" * 16},
+        {"ticket": b"u" * len(TICKET)},
+        {"ticket": TICKET[:-1] + bytes((TICKET[-1] ^ 1,))},
         {"layer_stop": 5},
         {"layer_start": 1},
         {"block_start": 1},
@@ -52,3 +61,21 @@ def test_another_connection_and_a_revoked_ticket_are_refused(book):
     book.revoke(OFFER.ticket)
     book.advance(OFFER.ticket, 40, 4)
     assert book.find(READ, 0, 9) is None and len(book) == 0
+
+
+def test_a_ticket_ends_with_its_time_whatever_is_renewed(book, clock):
+    clock.advance(99.9)
+    assert book.find(READ, 0, 9) is not None and not book.expired(TICKET)
+    clock.advance(0.2)
+    assert book.find(READ, 0, 9) is None and book.take(READ, 0, 9) is None and book.expired(TICKET)
+
+
+def test_each_block_of_each_layer_is_lent_once(book):
+    """A replayed read is refused, also one that only overlaps."""
+    book.advance(OFFER.ticket, 40, 4)
+    assert book.take(READ, 0, 9) is not None and book.take(READ, 1, 9) is not None
+    assert book.take(READ, 0, 9) is None and book.take(READ, 1, 9) is None
+    overlapping = msgspec.structs.replace(READ, block_stop=3)
+    assert book.take(overlapping, 0, 9) is None
+    rest = msgspec.structs.replace(READ, block_start=1, block_stop=3)
+    assert book.take(rest, 0, 9) is not None and book.take(rest, 0, 9) is None

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.transfer.auth import TICKET_BYTES
 from kvbaton.transfer.errors import ProtocolViolation
 from kvbaton.transfer.wire import (
     CONTROL_FRAME_BYTES,
@@ -33,7 +34,7 @@ from kvbaton.transfer.wire import (
 )
 from kvbaton.types import GenerateRequest, SamplingParams, TokenLogprobs, TokenOutput
 
-TICKET = b"t" * 16
+TICKET = b"t" * TICKET_BYTES
 REQUEST = GenerateRequest(
     "r", (1, 2, 3), SamplingParams(logit_bias={5: -1.5}, stop=("a", "é"), seed=7), cache_salt="s", eos_token_ids=(2,)
 )
