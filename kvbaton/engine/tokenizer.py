@@ -98,6 +98,10 @@ class Tokenizer:
             return self._words.encode(text, add_special_tokens)
         return self._library.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_met(self, text: str, max_new: int) -> list[int] | None:
+        """``encode`` of a text whose words were nearly all met before; None: it has more new ones, and takes longer."""
+        return None if self._words is None else self._words.encode_met(text, max_new)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],

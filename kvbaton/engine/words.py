@@ -74,15 +74,25 @@ class WordCache:
         return len(self._young) + len(self._old)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = self.encode_met(text, len(text), add_special_tokens)
+        assert ids is not None, "a text has fewer words than characters"
+        return ids
+
+    def encode_met(self, text: str, max_new: int, add_special_tokens: bool = True) -> list[int] | None:
+        """None, and little time was spent, when more than ``max_new`` of its words have to be looked at closely, or
+        more text than such words have is none that is kept."""
         ids = [*self._before] if add_special_tokens else []
         get, extend = self._young.get, ids.extend
         known: Sequence[int] | None
         unknown = ""  # text since the last known word
         space, joined, num_new = "", False, 0  # joined: to what comes before it
+        left = (max_new + 1) * MAX_WORD_CHARS  # characters that may be unknown
         for piece in text.split(" "):
             if not joined:
                 known = get(piece if space else " " + piece)  # no piece has a space: the first one's key is its own
                 if known is None:
+                    if num_new > max_new:
+                        return None
                     known = self._look_again(piece, space, num_new < MAX_NEW_WORDS)
                     num_new += 1
                 if known is not None:
@@ -94,6 +104,9 @@ class WordCache:
                     continue
             unknown += space + piece
             space, joined = " ", not piece or piece[-1].isspace()
+            left -= len(piece) + 1
+            if left < 0:
+                return None
         if unknown:
             extend(self._library.encode(unknown, add_special_tokens=False).ids)
         if add_special_tokens:

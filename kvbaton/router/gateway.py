@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import msgspec
@@ -30,12 +30,12 @@ from kvbaton.observe.tracing import RECORDER, TRACE_PATH, TRACEPARENT, watch
 from kvbaton.router import openapi
 from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Dispatcher
-from kvbaton.router.explain import brief
 from kvbaton.router.flight import Call, Flight, without_trace
 from kvbaton.router.lifecycle import Event, Lifecycle
 from kvbaton.router.page import Page
 from kvbaton.router.policy import RequestView
 from kvbaton.router.prefix_index import PromptChains
+from kvbaton.router.record import record_of
 from kvbaton.router.registry import Registry
 from kvbaton.router.rollout import Rollout, bucket
 from kvbaton.router.traced import RouterTrace
@@ -55,7 +55,15 @@ from kvbaton.workers.http import (
     not_found,
 )
 from kvbaton.workers.openai_errors import ApiError, bad_request, from_exception, model_not_found, unavailable
-from kvbaton.workers.openai_request import ApiRequest, Endpoint, RequestLimits, output_limits, parse, tokenize
+from kvbaton.workers.openai_request import (
+    ApiRequest,
+    Endpoint,
+    RequestLimits,
+    output_limits,
+    parse,
+    tokenize,
+    tokenize_met,
+)
 from kvbaton.workers.openai_response import error_event
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, RequestReport
 from kvbaton.workers.server import model_card, version_of
@@ -66,6 +74,12 @@ _MEMBERS = msgspec.json.Decoder(list[MemberSettings])
 # What may pass from a client to a worker. Everything else is dropped: credentials, cookies, addresses, hop-by-hop.
 FORWARDED_HEADERS = (b"traceparent", b"tracestate")
 _MAX_FORWARDED_BYTES = 512
+# Of what each report says.
+_TOTALS = (
+    "kvbaton_router_prompt_tokens_total", "kvbaton_router_cached_tokens_total", "kvbaton_router_output_tokens_total",
+    "kvbaton_router_transfer_bytes_total", "kvbaton_router_foretold_cached_tokens_total",
+)  # fmt: skip
+LONG_INLINE_CHARS = 32 * 1024  # of a text whose words are known; a thread costs more than its half a millisecond
 INLINE_BYTES = 128 * 1024  # hashing the token ids of a larger body would hold the loop up for milliseconds
 REFUSALS = frozenset({*range(400, 500), 503})  # the client's fault, or no room: not a failure of ours
 
@@ -98,6 +112,7 @@ class Gateway:
         self._settings = settings
         self._key = key.encode()
         self._metrics = metrics
+        self._totals = [metrics.adder(name) for name in _TOTALS]
         self._clock = clock
         self._limits = RequestLimits()
         self._ratio = RatioGauges(read_band(settings.plan_band))
@@ -221,23 +236,29 @@ class Gateway:
         if len(raw) <= INLINE_BYTES:
             request = parse(endpoint, raw, self._limits)
         else:
-            request = await loop.run_in_executor(self._threads, parse, endpoint, raw, self._limits)
+            limits = replace(self._limits, max_prompt_ids=self._registry.max_context or self._limits.max_prompt_ids)
+            request = await loop.run_in_executor(self._threads, parse, endpoint, raw, limits)
         if request.model is not None and request.model != self._model_name:
             raise model_not_found(request.model, self._model_name)
         max_context = self._registry.max_context
         if max_context == 0:
             raise unavailable("no worker takes requests now", "no_workers", retry_after_s=2)
         dispatcher.check_line(flight, request.priority)
-        if len(raw) <= INLINE_BYTES and request.text_chars <= settings.tokenize_inline_chars:
+        short, chars = len(raw) <= INLINE_BYTES, request.text_chars
+        if short and chars <= settings.tokenize_inline_chars:
             call = self._call(flight, request, raw, max_context)
+        elif short and chars <= LONG_INLINE_CHARS and (met := tokenize_met(request, self._tokenizer)) is not None:
+            call = self._call(flight, request, raw, max_context, met)
         else:
             call = await loop.run_in_executor(self._threads, self._call, flight, request, raw, max_context)
         flight.lifecycle.on(Event.ACCEPT)
         await dispatcher.run(flight, call)
 
-    def _call(self, flight: Flight, request: ApiRequest, raw: bytes, max_context: int) -> Call:
+    def _call(
+        self, flight: Flight, request: ApiRequest, raw: bytes, max_context: int, met: list[list[int]] | None = None
+    ) -> Call:
         """Tokenize and check. May run on a thread."""
-        prompts = tokenize(request, self._tokenizer, max_context, self._limits)
+        prompts = met or tokenize(request, self._tokenizer, max_context, self._limits)
         limits = output_limits(request, prompts, self._tokenizer, max_context)
         lengths = [len(ids) for ids in prompts]
         headers = flight.exchange.headers
@@ -306,16 +327,13 @@ class Gateway:
         log_event(log, "request", **record_of(flight, endpoint, failure, now_s))
 
     def _count_tokens(self, flight: Flight, report: RequestReport) -> None:
-        metrics = self._metrics
-        metrics.add("kvbaton_router_prompt_tokens_total", amount=report.num_prompt_tokens)
-        metrics.add("kvbaton_router_cached_tokens_total", amount=report.num_cached_tokens)
-        metrics.add("kvbaton_router_output_tokens_total", amount=report.num_output_tokens)
-        metrics.add("kvbaton_router_transfer_bytes_total", amount=report.transfer_bytes)
+        metrics, foretold, cached = self._metrics, flight.decisions[-1].foretold_cached_tokens, report.num_cached_tokens
+        amounts = (report.num_prompt_tokens, cached, report.num_output_tokens, report.transfer_bytes, foretold)
+        for add, amount in zip(self._totals, amounts, strict=True):
+            add(amount)
         if report.transfer_bytes:
             metrics.add("kvbaton_router_disaggregated_requests_total")
-        foretold = flight.decisions[-1].foretold_cached_tokens
-        metrics.add("kvbaton_router_foretold_cached_tokens_total", amount=foretold)
-        metrics.observe("kvbaton_router_prefix_error_tokens", value=abs(foretold - report.num_cached_tokens))
+        metrics.observe("kvbaton_router_prefix_error_tokens", value=abs(foretold - cached))
         if flight.first_byte_s is not None and report.num_output_tokens > 1:
             gap_s = (flight.last_part_s - flight.first_byte_s) / (report.num_output_tokens - 1)
             metrics.observe("kvbaton_router_tpot_seconds", flight.reason, value=gap_s)
@@ -443,46 +461,4 @@ def _forwarded(headers: Mapping[bytes, bytes]) -> dict[str, str]:
         name.decode(): value.decode()
         for name in FORWARDED_HEADERS
         if (value := headers.get(name)) is not None and len(value) <= _MAX_FORWARDED_BYTES and value.isascii()
-    }
-
-
-def record_of(flight: Flight, endpoint: Endpoint, failure: ApiError | None, now_s: float) -> dict[str, object]:
-    """What the log keeps of a request: the decision with all its terms, the outcome, and the times."""
-
-    def since_ms(at_s: float | None) -> float | None:
-        return None if at_s is None else round((at_s - flight.received_s) * 1e3, 3)
-
-    decided: dict[str, object] = {
-        "decision": "none", "prefill": None, "decode": None, "terms": {}, "route": None, "foretold_cached_tokens": 0,
-    }  # fmt: skip
-    if flight.decisions:
-        decision = flight.decisions[-1]
-        decided = {
-            "decision": decision.reason,
-            "prefill": decision.prefill,
-            "decode": decision.decode,
-            "terms": decision.terms,
-            "route": brief(decision),
-            "foretold_cached_tokens": decision.foretold_cached_tokens,
-        }
-    failed: list[dict[str, object]] = []
-    if flight.causes:
-        failed = [
-            {"decision": d.reason, "prefill": d.prefill, "decode": d.decode, "cause": cause}
-            for d, cause in zip(flight.decisions, flight.causes, strict=False)
-        ]
-    return {
-        "request_id": flight.request_id,
-        "client_request_id": flight.client_request_id,
-        "endpoint": endpoint,
-        "outcome": flight.lifecycle.outcome,
-        "states": flight.lifecycle.states,
-        **decided,
-        "failed_attempts": failed,
-        "error": {"status": failure.status, "code": failure.code, "message": failure.message} if failure else None,
-        "report": msgspec.to_builtins(flight.report) if flight.report is not None else None,
-        "queued_ms": round(flight.queued_s * 1e3, 3),
-        "dispatched_ms": since_ms(flight.dispatched_s),
-        "first_byte_ms": since_ms(flight.first_byte_s),
-        "ended_ms": since_ms(now_s),
     }

@@ -14,6 +14,7 @@ import msgspec
 from kvbaton.workers.openai_errors import ApiError, bad_request
 
 BULK_BYTES = 128 * 1024  # of a body that is looked at before it is decoded
+MAX_STRINGS = 1 << 16  # of such a body: thousands of messages in parts have fewer
 _ABSENT = msgspec.Raw()
 _MAX_PLAIN_BYTES = 1024
 
@@ -129,32 +130,56 @@ class _Bulk(msgspec.Struct):
     """Where a body may have a million little values. Decoding them takes seconds, in which no other thread runs."""
 
     prompt: msgspec.Raw = _ABSENT
+    stop_token_ids: msgspec.Raw = _ABSENT
 
 
 _BULK_DECODER = msgspec.json.Decoder(_Bulk)
 
 
-def refuse_bulk(raw: bytes, max_prompts: int) -> None:
-    """400 for a large body whose prompts are too many or of several kinds. Whatever else is wrong, decoding tells."""
+def refuse_bulk(raw: bytes, max_prompts: int, max_ids: int, max_stop_ids: int) -> None:
+    """400 for a large body of too many little values, of which ``max_ids`` bounds the token ids of a prompt.
+
+    Counted without decoding, in time that grows with the bytes. Whatever else is wrong, decoding tells.
+    """
+    if (num_strings := _num_strings(raw)) > MAX_STRINGS:
+        raise bad_request(f"the body has {num_strings} strings, keys among them; {MAX_STRINGS} are the most")
     try:
-        prompt = bytes(_BULK_DECODER.decode(raw).prompt)
+        bulk = _BULK_DECODER.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return
-    if not prompt.startswith(b"["):
-        return
-    if (first := prompt[1:1024].lstrip()[:1]) == b"[":
-        num_prompts = prompt.count(b"[") - 1  # lists of ids hold no text
-    else:
-        # Half of the quotes that are certainly not escaped.
-        num_prompts = (prompt.count(b'"') - prompt.count(b'\\"')) // 2
-        try:
-            msgspec.json.decode(prompt, type=list[str] if first == b'"' else list[int])  # ends at the first of another
-        except msgspec.ValidationError:
-            raise mixed_prompts() from None
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return
+    if bytes(bulk.stop_token_ids).count(b",") > max_stop_ids:
+        raise bad_request(f"at most {max_stop_ids} stop token ids", "stop_token_ids")
+    prompt = bytes(bulk.prompt)
+    num_prompts, num_ids = _prompts_in(prompt) if prompt.startswith(b"[") else (1, 0)
     if num_prompts > max_prompts:
         raise too_many_prompts(num_prompts, max_prompts)
+    if num_ids > max_ids:
+        text = f"a prompt of {num_ids} token ids cannot fit {max_ids} tokens"
+        raise bad_request(text, "prompt", "context_length_exceeded")
+
+
+def _num_strings(raw: bytes) -> int:
+    """At least so many, and at most twice: half of the quotes that are certainly not escaped."""
+    return (raw.count(b'"') - raw.count(rb"\"")) // 2
+
+
+def _prompts_in(prompt: bytes) -> tuple[int, int]:
+    """How many prompts a list holds, and about how many token ids each. 400 when they are of several kinds."""
+    first = prompt[1:1024].lstrip()[:1]
+    if first == b"[":
+        num_prompts = prompt.count(b"[") - 1  # lists of ids hold no text
+        return num_prompts, prompt.count(b",") // max(1, num_prompts)
+    if first != b'"':
+        if b'"' in prompt or b"[" in prompt[1:]:
+            raise mixed_prompts()
+        return 1, prompt.count(b",") + 1
+    try:
+        msgspec.json.decode(prompt, type=list[str])  # ends at the first of another kind
+    except msgspec.ValidationError:
+        raise mixed_prompts() from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return 1, 0
+    return _num_strings(prompt), 0
 
 
 def mixed_prompts() -> ApiError:

@@ -48,6 +48,7 @@ class RequestLimits:
     max_stop_token_ids: int = 256
     max_logprobs: int = 20
     max_logit_bias: int = 1024
+    max_prompt_ids: int = 1 << 20  # token ids of a prompt in a large body, before it is known how many fit
     max_chars_per_token: int = 32  # a longer prompt than context x this is refused without tokenizing it
 
 
@@ -111,6 +112,7 @@ _NO_SAMPLING_FIELDS = (None,) * 16
 _USUAL_SAMPLING = SamplingParams(temperature=1.0, seed=None)
 _INTERNAL_DECODER = msgspec.json.Decoder(InternalRequest)
 MAX_TOKENS = 2**31
+_MAX_NEW = 16  # words that were not met before, of a text that is tokenized on an event loop all the same
 # What a number is when it is not given, and between what it must be. The API's description is made of this too.
 BOUNDS: dict[str, tuple[float, float, float]] = {
     "min_tokens": (0, 0, 2**31),
@@ -132,7 +134,7 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bo
     ``from_router``: the sender has the fleet's key, so its internal object is honoured; from others it is refused.
     """
     if len(raw) > BULK_BYTES:
-        refuse_bulk(raw, limits.max_prompts)
+        refuse_bulk(raw, limits.max_prompts, limits.max_prompt_ids, limits.max_stop_token_ids)
     body = decode(raw)
     internal = _internal(body, from_router)
     _refuse(endpoint, body)
@@ -175,6 +177,19 @@ def tokenize(request: ApiRequest, tokenizer: Tokenizer, max_context: int, limits
     if request.endpoint == "chat":
         return [tokenizer.chat([dict(m) for m in request.messages])]
     return [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in request.prompts]
+
+
+def tokenize_met(request: ApiRequest, tokenizer: Tokenizer) -> list[list[int]] | None:
+    """The same for texts of words that are known already, quickly enough for an event loop; None: it would not be."""
+    if request.endpoint == "chat":
+        return None
+    found = []
+    for prompt in request.prompts:
+        ids = tokenizer.encode_met(prompt, _MAX_NEW) if isinstance(prompt, str) else list(prompt)
+        if ids is None:
+            return None
+        found.append(ids)
+    return found
 
 
 def output_limits(
@@ -330,7 +345,7 @@ def _prompts(body: Body, limits: RequestLimits) -> tuple[Prompt, ...]:
     if not prompt:
         raise bad_request("the prompt is empty", "prompt", "empty_prompt")
     kind = type(prompt[0])
-    if any(type(p) is not kind for p in prompt):
+    if len(set(map(type, prompt))) > 1:
         raise mixed_prompts()
     if kind is int:
         return (tuple(prompt),)  # type: ignore[arg-type]

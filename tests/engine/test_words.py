@@ -76,7 +76,9 @@ def test_tokens_are_those_of_the_library(
         parts = rng.choices(PARTS, k=rng.randrange(0, 30))
         text = "".join(part + " " * (rng.random() < 0.4) for part in parts)
         for special in (True, False):
-            assert cache.encode(text, special) == library.encode(text, add_special_tokens=special).ids, repr(text)
+            ids = library.encode(text, add_special_tokens=special).ids
+            assert cache.encode(text, special) == ids, repr(text)
+            assert cache.encode_met(text, 3, special) in (ids, None)
         assert cache.num_words <= 400
 
 
@@ -95,6 +97,9 @@ def test_known_words_are_not_tokenized_again(tiny_model_dir: Path) -> None:
     before = library.num_calls
     assert cache.encode("The quick brown fox, 1234 times.") == first
     assert library.num_calls == before
+    assert cache.encode_met("The quick brown fox, 1234 times.", 0) == first
+    assert cache.encode_met("The quick brown fox and a dog, a cat and a hen", 3) is None
+    assert cache.encode_met("The quick brown " + "fox" * 100, 3) is None, "one word, but much to look at"
     numbers = WordCache(library, num_digits=1)  # type: ignore[arg-type]
     numbers.encode("12 v3.4 (56) 7890")
     before = library.num_calls

@@ -1,7 +1,8 @@
-"""What holds a real engine still, so that a test need not be quicker than it."""
+"""What holds a real engine still, so that a test need not be quicker than it; and what waits until it is done."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,20 @@ class GatedModel:
             self.inside.set()
             assert self.gate.wait(120), "the test never opened the gate"
         return self._model.forward(step, kv, on_layer)
+
+
+async def until_empty(worker: NativeWorker) -> None:
+    """No request, block, pin or lease, as soon as the worker has heard of all that ended."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await worker.check_empty()
+            except AssertionError as error:
+                held = error
+            try:
+                await asyncio.sleep(0.005)  # neither the engine's thread nor a closing socket has an event for us
+            except asyncio.CancelledError:
+                raise held from None
 
 
 def gate_of(worker: NativeWorker) -> GatedModel:

@@ -5,7 +5,6 @@ The reference is one worker that prefills and decodes by itself, asked without r
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from router.fleet import KEY, Fleet, running_fleet
+from router.gates import until_empty
 from workers.scripted import serving
 
 from kvbaton.bench.fault_proxy import FaultProxy
@@ -139,11 +139,8 @@ class Rig:
         """No block, pin, lease, request or hold anywhere, once everything was answered."""
         await self.fleet.settled()
         self.fleet.check_idle()
-        async with asyncio.timeout(30):
-            for worker in self.workers.values():
-                while worker.stats().num_active:  # noqa: ASYNC110 (the engine's thread has no event for us)
-                    await asyncio.sleep(0.005)
-                await worker.check_empty()
+        for worker in self.workers.values():
+            await until_empty(worker)
 
 
 def native_worker(model_dir: Path, role: Role, handoff: HandoffOptions, **options: Any) -> NativeWorker:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from router.fleet import KEY, Fleet, running_fleet
+from router.gates import until_empty
 from workers.scripted import serving, sse_events, until
 
 from kvbaton.config import MemberSettings, ModelSettings, WorkerSettings
@@ -37,11 +38,8 @@ class RealFleet:
 
     async def check_empty(self) -> None:
         await self.fleet.settled()
-        async with asyncio.timeout(30):
-            for worker in self.workers.values():
-                while worker.stats().num_active:  # noqa: ASYNC110 (the engine's thread has no event for us)
-                    await asyncio.sleep(0.01)
-                await worker.check_empty()
+        for worker in self.workers.values():
+            await until_empty(worker)
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.workers.openai_body import BULK_BYTES
 from kvbaton.workers.openai_errors import ApiError
-from kvbaton.workers.openai_request import ApiRequest, Endpoint, RequestLimits, parse, resolve, tokenize
+from kvbaton.workers.openai_request import ApiRequest, Endpoint, RequestLimits, parse, resolve, tokenize, tokenize_met
 
 LIMITS = RequestLimits()
 HELLO = [{"role": "user", "content": "hello"}]
@@ -246,6 +247,37 @@ def test_a_million_little_prompts_are_refused_before_they_are_decoded(
     assert error.param == "prompt" and told in error.message
 
 
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "param", "told"),
+    [
+        ("chat", b'{"messages":[' + b'{"role":"user"},' * MANY + b"{}]}", None, "strings"),
+        ("chat", b'{"messages":[{"role":"user","content":[' + b'{"type":"text"},' * MANY + b"{}]}]}", None, "strings"),
+        ("completions", b'{"prompt":"x","stop":[' + b'"\\\\",' * 2 * MANY + b'""]}', None, "strings"),
+        ("completions", b'{"prompt":"x","logit_bias":{' + b'"1":1,' * MANY + b'"2":1}}', None, "strings"),
+        ("completions", b'{"prompt":"x",' + b'"user":1,' * MANY + b'"n":1}', None, "strings"),
+        ("completions", b'{"prompt":"x","stop_token_ids":[' + b"1," * MANY + b"1]}", "stop_token_ids", "at most 256"),
+        ("completions", b'{"prompt":[' + b"1," * MANY + b"1]}", "prompt", "100001 token ids cannot fit 1000 tokens"),
+        ("completions", b'{"prompt":[[' + b"1," * MANY + b"1],[2]]}", "prompt", "token ids cannot fit 1000 tokens"),
+        ("completions", b'{"prompt":[' + b"1," * MANY + b'"x"]}', "prompt", "must be a list of"),
+    ],
+)
+def test_a_million_little_values_are_refused_before_they_are_decoded(
+    endpoint: Any, body: bytes, param: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbaton.workers.openai_request.decode", lambda raw: pytest.fail("it was decoded"))
+    with pytest.raises(ApiError, match=told) as caught:
+        parse(endpoint, body, replace(LIMITS, max_prompt_ids=1000))
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_text_full_of_quotes_is_not_taken_for_many_values() -> None:
+    text = '"a", \\"' * MANY
+    assert parse("completions", json.dumps({"prompt": text}).encode(), LIMITS).prompts == (text,)
+
+
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -422,3 +454,13 @@ class TestResolve:
         assert [s.sampling.seed for s in sequences] == [5, 6] * 3
         assert sequences[0].prompt_token_ids == sequences[1].prompt_token_ids != sequences[2].prompt_token_ids
         assert sequences[0].eos_token_ids == (7,)
+
+
+def test_texts_of_known_words_need_no_thread(tiny_model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_model_dir)
+    known = completions(prompt=["the quick brown fox " * 300, "the lazy dog"])
+    tokens = tokenize(known, tokenizer, 100_000, LIMITS)
+    assert tokenize_met(known, tokenizer) == tokens
+    assert tokenize_met(completions(prompt=[[1, 2], [3]]), tokenizer) == [[1, 2], [3]]
+    assert tokenize_met(completions(prompt=" ".join(f"new{i}word" for i in range(200))), tokenizer) is None
+    assert tokenize_met(chat(messages=HELLO), tokenizer) is None
