@@ -50,6 +50,8 @@ def _strike_pod(world: World, pod: Pod, fault: Fault) -> None:
             world.story.tell("{}: its network is slow", pod.name)
             world.network.slow[pod.name] = 60.0
             world.loop.call_later(fault.lasts_s, world.network.slow.pop, pod.name, None)
+        case "suspend":
+            _suspend(world, pod)
         case "broken_step":
             process.engine.breaks_next = True
         case "drain" if len(world.cluster.staying(pod.role)) > 1 and not pod.leaving:
@@ -77,6 +79,27 @@ def _cut(world: World, fault: Fault) -> None:
     for way in ways:
         world.network.cut(*way)
         world.loop.call_later(fault.lasts_s, world.network.heal, *way)
+
+
+def _suspend(world: World, pod: Pod) -> None:
+    """A reader stands still, as a machine that is suspended: its clock and its copies. Then nothing passes between it
+    and those it reads from, and others ask for their blocks. Its leases run out by the lenders' clocks, not by its own,
+    and what is copied afterwards is somebody else's."""
+    readers = world.cluster.staying("decode")
+    if pod not in readers and readers:
+        pod = readers[0]
+    if pod.process is None or not pod.process.alive:
+        return
+    lasts_s = world.rng.uniform(2.4, 3.2)
+    world.story.tell("{}: its copies and its clock stand still for {:.2f} s", pod.name, lasts_s)
+    world.standing_until_s[pod.name] = world.loop.time() + lasts_s
+    pod.process.clock.stand_still(lasts_s)
+    world.burst(3)
+    for lender in world.cluster.staying("prefill"):
+        for way in ((pod.name, lender.name), (lender.name, pod.name)):
+            world.loop.call_later(0.5, world.network.cut, *way)
+            world.loop.call_later(lasts_s + 0.5, world.network.heal, *way)
+    world.loop.call_later(2.1, world.burst, 8)
 
 
 def _slow(world: World, process: WorkerProcess, lasts_s: float, factor: float) -> None:

@@ -14,7 +14,7 @@ STORM_S = 9.0  # faults strike in this time; afterwards all is well again
 
 FAULTS = (
     "crash", "crash", "cut", "cut", "one_way", "one_way", "reset", "slow_engine", "slow_way", "broken_step", "drain",
-    "router_dies", "clear_cache", "client_leaves", "client_leaves", "pause",
+    "router_dies", "clear_cache", "client_leaves", "client_leaves", "pause", "suspend", "suspend",
 )  # fmt: skip
 
 

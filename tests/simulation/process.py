@@ -40,7 +40,7 @@ KEY, MODEL = "k" * 20, "tiny"
 FINGERPRINT = Fingerprint(1, "r", LAYOUT.num_layers, LAYOUT.num_kv_heads, LAYOUT.head_dim, LAYOUT.dtype, "")
 LEASE_S = 2.0
 HANDOFF = HandoffOptions(
-    transport="tcp", lease_s=LEASE_S, connect_s=1.0, frame_s=1.0, heartbeat_s=0.5, silence_s=2.0, stall_s=1.5,
+    transport="tcp", lease_s=LEASE_S, connect_s=1.0, frame_s=1.0, heartbeat_s=0.5, silence_s=3.5, stall_s=1.5,
     max_copy_bytes=LAYOUT.layer_block_bytes * 3,
 )  # fmt: skip
 SETTINGS = RouterSettings(
@@ -52,13 +52,21 @@ MAX_CONTEXT = 64
 
 
 class SkewedClock:
-    """Seconds of one process: monotonic, but neither from the same start nor at the same rate as others'."""
+    """Seconds of one process: monotonic, but neither from the same start nor at the same rate as others'.
+
+    It may stand still for a while, as that of a machine that is suspended does.
+    """
 
     def __init__(self, loop: VirtualLoop, offset_s: float, rate: float) -> None:
         self._loop, self._offset_s, self._rate = loop, offset_s, rate
+        self._stands_until_s = 0.0
 
     def now_s(self) -> float:
-        return self._offset_s + self._loop.now_s * self._rate
+        return self._offset_s + max(0.0, self._loop.now_s - self._stands_until_s) * self._rate
+
+    def stand_still(self, lasts_s: float) -> None:
+        self._offset_s = self.now_s()
+        self._stands_until_s = self._loop.now_s + lasts_s
 
 
 class Process:
@@ -92,7 +100,7 @@ class WorkerProcess(Process):
         super().__init__(world, name)
         self.host, self.role, self.life = host, role, life
         rng, plan = world.rng, world.plan
-        self.clock: Clock = SkewedClock(world.loop, rng.uniform(0, 1000), rng.uniform(1 - plan.skew, 1 + plan.skew))
+        self.clock = SkewedClock(world.loop, rng.uniform(0, 1000), rng.uniform(1 - plan.skew, 1 + plan.skew))
         self.sources: list[SimSource] = []  # of those that read from here
         # A decode worker has room for few, so that blocks change hands all the time.
         scheduler = SchedulerConfig(max_batch_tokens=8, max_running=6, max_context=MAX_CONTEXT, max_waiting=6)

@@ -52,6 +52,7 @@ class World:
         self.processes_by_life: dict[str, WorkerProcess] = {}
         self.requests: list[ClientRequest] = []
         self.calm = False
+        self.standing_until_s: dict[str, float] = {}  # readers whose copies stand still, and until when
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
     # -- for everybody
@@ -112,6 +113,14 @@ class World:
             request.send_to(self.router)
         else:
             request.outcome = "reset"
+
+    def burst(self, number: int) -> None:
+        """Requests that share nothing, at once."""
+        for _ in range(number if not self.calm else 0):
+            prompt = tuple(self.rng.randrange(64, 90) for _ in range(self.rng.randint(12, 24)))
+            request = ClientRequest(self, f"r{len(self.requests)}", prompt, self.rng.choice((2, 6)), True)
+            self.requests.append(request)
+            self._ask(request)
 
     def _calm_down(self) -> None:
         """The network heals, what was slow is fast, who is down comes back; what was lost on the way stays lost."""
