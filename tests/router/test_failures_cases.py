@@ -255,7 +255,7 @@ async def test_case_lk_06_a_prefix_that_decode_has_needs_no_receiving_blocks(tin
 
 async def test_case_lk_12_without_room_nobody_spins(tokenizer: Tokenizer) -> None:
     """LK-12: three requests and no room: they wait in a queue that can be seen, are tried now and then, and end."""
-    async with running_fleet(tokenizer, {"b0": "both"}, queue_timeout_s=1.0) as fleet:
+    async with running_fleet(tokenizer, {"b0": "both"}, queue_timeout_s=2.0) as fleet:
         worker = fleet.workers["b0"]
         worker.error = CapacityError("full")
         posts = [asyncio.ensure_future(fleet.post({"prompt": f"{i} {SHORT}"})) for i in range(3)]
@@ -265,7 +265,7 @@ async def test_case_lk_12_without_room_nobody_spins(tokenizer: Tokenizer) -> Non
         answers = await asyncio.gather(*posts)
         assert [status for status, _, _ in answers] == [429] * 3
         assert {answer["error"]["code"] for _, answer, _ in answers} <= {"no_capacity", "queue_full"}
-        assert len(worker.requests) <= 3 + 3 * (1.0 / 0.25 + 1), "tried in a loop"
+        assert len(worker.requests) <= 3 + 3 * (2.0 / 0.25 + 1), "tried in a loop"
 
 
 async def test_case_kv_16_an_answer_alone_proves_no_hand_off(tiny_model_dir: Path) -> None:
