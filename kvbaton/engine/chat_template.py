@@ -112,7 +112,9 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return (self._tool_template if tools else self._template).render(variables)
+            text = (self._tool_template if tools else self._template).render(variables)
+            text.encode()  # half of a surrogate pair is no text: UnicodeEncodeError is a ValueError
+            return text
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
             raise LocalError(f"the chat template refused the messages: {error}", field="messages") from error
 

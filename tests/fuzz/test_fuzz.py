@@ -41,6 +41,7 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     ("conversations (ShareGPT)", b'[{"conversations": [{"value": "q"}, {"value": 7}]}]'),
     ("samples files", b"\x1f\x8b\x08\0\0\0\0\0\2\3cut"),
     ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+    ("tokenizer_config.json", b'{"chat_template": "\\ud800"}'),
     ("scenario files", b"name = '\xff'"),
 )  # fmt: skip
 
