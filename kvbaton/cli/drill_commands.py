@@ -47,6 +47,7 @@ TINY = "tiny"
 @click.option("--only", multiple=True, help="Scenarios, by name or by the beginning of it.")
 @click.option("--list", "list_only", is_flag=True, help="Say what can be rehearsed, and do nothing.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, show_default=True, help="Requests/s.")
+@click.option("--heal-s", type=float, default=90.0, show_default=True, help="For the fleet to be whole again.")
 @click.option("--settle-s", type=float, default=60.0, show_default=True, help="Until nothing may be held any more.")
 @click.option(
     "--report",
@@ -73,7 +74,10 @@ def drill_command(only: tuple[str, ...], list_only: bool, as_json: bool, **given
         show(scenarios, as_json)
         return 0
     settings = Settings(
-        given["seed"], given["runs"], given["per_run"], rate_per_s=given["rate"], settle_s=given["settle_s"]
+        *(given["seed"], given["runs"], given["per_run"]),
+        rate_per_s=given["rate"],
+        settle_s=given["settle_s"],
+        heal_s=given["heal_s"],
     )
     record = asyncio.run(_drill(given, scenarios, settings))
     if given["report"] is not None:

@@ -27,9 +27,11 @@ TEXTS = [
     f"{topic} has a long history, and people have told it in many ways. " * 20
     for topic in ("The river", "A small engine", "Every library", "The night train")
 ]
+# Chunks, so that a long prompt takes several steps: vLLM tells nobody of a request that came and went in one.
+ENGINE_ARGS = "--enforce-eager --max-num-batched-tokens 256 --max-num-seqs 64"
 # float32, so that what is computed in another batch or chunk does not flip a greedy token.
 FLAGS = (
-    *("--engine", "vllm", "--engine-python", str(PYTHON), "--engine-args=--enforce-eager", "--dtype", "float32"),
+    *("--engine", "vllm", "--engine-python", str(PYTHON), "--engine-args", ENGINE_ARGS, "--dtype", "float32"),
     *("--max-context", str(MAX_CONTEXT), "--kv-memory", "1024", "--name", "m", "--threshold-tokens", "0"),
 )
 
