@@ -73,6 +73,15 @@ drill: $(VENV)/.installed ## fifty seeded runs of failures on a fleet with a tin
 simulate: $(VENV)/.tested ## 10,000 seeds of a whole fleet on a virtual clock, in minutes (`make simulate ARGS='--seed 7 --story'`)
 	@$(VENV)/bin/python -m tests.simulation --seeds 10000 --processes $(TEST_PROCESSES) $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(VENV)/.fuzzing ## a million inputs for the parsers of outside bytes, then the API by its own description
+	@$(VENV)/bin/python -m tests.fuzz --inputs 1000000 --processes $(TEST_PROCESSES) --keep out/fuzz $(ARGS)
+	@$(VENV)/bin/python -m tests.fuzz.openapi
+
+.PHONY: soak
+soak: $(VENV)/.installed ## 30 minutes of load and faults on a fleet of its own (`make soak ARGS='--trace FILE'`)
+	@$(VENV)/bin/kvbaton soak --minutes 30 --report out/soak $(ARGS)
+
 bench-engine: peers ## prefill, TPOT and output rate, one core each, against vLLM, llama.cpp and transformers
 	@$(VENV)/bin/python -m benchmarks.engine $(ARGS)
 
@@ -111,6 +120,10 @@ $(VENV)/.tested: $(VENV)/.installed
 	@echo "installing torch and what the tests need" >&2
 	@$(VENV)/bin/python -c 'import torch' 2>/dev/null || { $(EXTRA) engine >$(VENV)/engine.txt && $(PIP) -r $(VENV)/engine.txt; }
 	@$(EXTRA) test >$(VENV)/test.txt && $(PIP) -r $(VENV)/test.txt
+	@touch $@
+
+$(VENV)/.fuzzing: $(VENV)/.tested
+	@$(EXTRA) fuzz >$(VENV)/fuzz.txt && $(PIP) -r $(VENV)/fuzz.txt
 	@touch $@
 
 $(VENV)/.linted: $(VENV)/.tested
