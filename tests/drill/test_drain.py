@@ -87,8 +87,9 @@ async def test_a_prefill_worker_stays_until_what_it_offered_is_read(
 async def test_a_decode_worker_goes_when_its_last_stream_ends(tiny_model_dir: Path, tmp_path: Path) -> None:
     """AS-02, AS-10: twenty streams end whole, nothing new goes there, the model stays served."""
     async with up(tiny_model_dir, tmp_path, "--prefill", "1", "--decode", "2", *ROOM) as fleet:
-        streams = [asyncio.ensure_future(stream(fleet, number, 120)) for number in range(20)]
-        await until_member(fleet, "decode-0", "num_running")
+        begun = asyncio.Event()
+        streams = [asyncio.ensure_future(stream(fleet, number, 120, begun)) for number in range(20)]
+        await begun.wait()
         draining = asyncio.ensure_future(ask(fleet, Command("drain", "decode-0")))
         ended = await asyncio.gather(*streams)
         await draining
@@ -114,14 +115,20 @@ async def test_what_is_open_at_the_deadline_goes_on_elsewhere(tiny_model_dir: Pa
 async def test_a_role_that_cannot_be_given_in_time_is_not_given_and_cuts_nothing(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    async with up(tiny_model_dir, tmp_path, "--prefill", "1", "--decode", "1", *ROOM) as fleet:
-        begun = asyncio.Event()
-        streams = [asyncio.ensure_future(stream(fleet, number, 150, begun)) for number in range(3)]
-        await begun.wait()
+    async with up(tiny_model_dir, tmp_path, "--prefill", "1", "--decode", "1", "--transport", "tcp", *ROOM) as fleet:
         path = control.socket_path(fleet.process.pid)
-        with pytest.raises(Exception, match="still open after 0 s; the role is decode as before"):
-            await control.ask(path, Command("role", "decode-0", role="prefill", deadline_s=0.0), CHANGE_S)
-        assert [end for end, _ in await asyncio.gather(*streams)] == ["ok"] * 3
+        status = await ask(fleet, Command("status"))
+        async with FaultProxy("127.0.0.1", next(p.kv_port for p in status.processes if p.name == "prefill-0")) as proxy:
+            await ask(fleet, Command("reroute", "prefill-0", kv_address=f"127.0.0.1:{proxy.port}"))
+            proxy.to_client.bytes_per_s = 20_000  # a prompt's KV is some 75 kB here: nobody is done for seconds
+            begun = asyncio.Event()
+            streams = [asyncio.ensure_future(stream(fleet, number, 150, begun)) for number in range(3)]
+            await begun.wait()
+            with pytest.raises(Exception, match="still open after 0 s; the role is decode as before"):
+                await control.ask(path, Command("role", "decode-0", role="prefill", deadline_s=0.0), CHANGE_S)
+            proxy.heal()
+            assert [end for end, _ in await asyncio.gather(*streams)] == ["ok"] * 3
+            await ask(fleet, Command("reroute", "prefill-0", kv_address=""))
         await fleet.until(lambda members: members["decode-0"]["state"] == "up")
         assert (await fleet.members())["decode-0"]["role"] == "decode"
         assert (await stream(fleet, 9, 8))[0] == "ok"
