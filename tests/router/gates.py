@@ -32,7 +32,7 @@ class GatedModel:
 
 async def until_empty(worker: NativeWorker) -> None:
     """No request, block, pin or lease, as soon as the worker has heard of all that ended."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return await worker.check_empty()

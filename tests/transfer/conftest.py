@@ -28,7 +28,7 @@ _spec.loader.exec_module(fakes)
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for a condition of another thread or process."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110

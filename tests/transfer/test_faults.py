@@ -61,7 +61,7 @@ LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=8, block_size=16, dtype
 SCRIPT = Path(__file__).with_name("prefill_process.py")
 
 
-async def until(condition, timeout_s: float = 20.0) -> None:
+async def until(condition, timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)

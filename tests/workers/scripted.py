@@ -102,7 +102,7 @@ async def serving(app: Any, **options: Any) -> AsyncIterator[str]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until the other side of a socket has seen what we did."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 (the other side is the code under test; it has no event for us)
             await asyncio.sleep(0)
 
