@@ -9,7 +9,7 @@ how runs are made. What workers, router and client on the same cores cost each o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -26,7 +26,11 @@ from kvbaton.plan.workload import Trace, TraceRequest
 from kvbaton.router.policy import PolicyConfig
 from kvbaton.types import LocalError
 
-PERCENTS = (50, 95)
+FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: float(np.mean(values)),
+    "p50": lambda values: float(np.percentile(values, 50)),
+    "p95": lambda values: float(np.percentile(values, 95)),
+}
 POLICIES = ("cost", "static", "least_load", "round_robin")
 
 
@@ -39,6 +43,7 @@ class Prediction(msgspec.Struct, frozen=True):
     predicted_ms: float
     measured_ms: float
     error: float  # relative; positive: the simulator said too long
+    runs_ms: tuple[float, ...] = ()  # measured, of each run: equal loads lie so far apart by themselves
 
 
 class Simulated(msgspec.Struct, frozen=True):
@@ -68,7 +73,7 @@ def fleet_spec(arm: Arm, profile: ProfileFile) -> tuple[FleetSpec, list[str]]:
     colocated = round(fleet.colocated_gpus / worker.num_gpus)
     if colocated:
         alone = (PoolSpec("both", colocated, worker),)
-        return FleetSpec(alone, admission_s=profile.admission_s, shared_cores=shared), notes
+        return FleetSpec(alone, None, _policy(flags), profile.admission_s, shared_cores=shared), notes
     link = profile.link
     if link is None:
         link = LinkModel(1e-3, 1e9, "assumed: 1 ms and 1 GB/s")
@@ -168,30 +173,44 @@ def predict(
 ) -> tuple[list[Prediction], list[str]]:
     """The arm's runs at one rate, simulated and measured, over the same requests."""
     spec, notes = fleet_spec(arm, profile)
-    said: dict[str, list[float]] = {"TTFT": [], "TPOT": []}
-    seen: dict[str, list[float]] = {"TTFT": [], "TPOT": []}
-    for run in runs:
-        trace, samples = trace_of_run(run, profile.worker.block_size)
-        simulation = Simulation(spec, trace)
-        simulation.run()
-        for number, sample in enumerate(samples):
-            record = simulation.records[f"r{number}"]
-            if sample.phase != "steady" or not sample.ok:
-                continue
-            for name, predicted, measured in (
-                ("TTFT", record.ttft_s, stats.ttft_s(sample)),
-                ("TPOT", record.tpot_s, stats.tpot_s(sample)),
-            ):
-                if predicted is not None and measured is not None:
-                    said[name].append(predicted * 1e3)
-                    seen[name].append(measured * 1e3)
+    pairs = [simulated_pairs(run, spec, profile.worker.block_size) for run in runs]
     found = []
-    for name in said:
-        for percent in PERCENTS if said[name] else ():
-            predicted, measured = (float(np.percentile(values[name], percent)) for values in (said, seen))
-            error = predicted / measured - 1.0
-            found.append(Prediction(arm.name, rate_per_s, f"p{percent} {name}", predicted, measured, error))
+    for what in ("TTFT", "TPOT"):
+        said, seen = ([value for of_run in pairs for value in _side(of_run[what], side)] for side in (0, 1))
+        for name, figure in FIGURES.items() if seen else ():
+            predicted, measured = figure(said), figure(seen)
+            of_runs = tuple(figure(_side(of_run[what], 1)) for of_run in pairs if of_run[what])
+            found.append(
+                Prediction(arm.name, rate_per_s, f"{name} {what}", predicted, measured, predicted / measured - 1.0,
+                           of_runs)
+            )  # fmt: skip
     return found, notes
+
+
+Pairs = list[tuple[float, float]]  # (simulated, measured) milliseconds of requests
+
+
+def _side(pairs: Pairs, side: int) -> list[float]:
+    return [pair[side] for pair in pairs]
+
+
+def simulated_pairs(run: Run, spec: FleetSpec, block_size: int) -> dict[str, Pairs]:
+    """Of the requests that count, in order of when they were due."""
+    trace, samples = trace_of_run(run, block_size)
+    simulation = Simulation(spec, trace)
+    simulation.run()
+    found: dict[str, Pairs] = {"TTFT": [], "TPOT": []}
+    for number, sample in enumerate(samples):
+        record = simulation.records[f"r{number}"]
+        if sample.phase != "steady" or not sample.ok:
+            continue
+        for name, predicted, measured in (
+            ("TTFT", record.ttft_s, stats.ttft_s(sample)),
+            ("TPOT", record.tpot_s, stats.tpot_s(sample)),
+        ):
+            if predicted is not None and measured is not None:
+                found[name].append((predicted * 1e3, measured * 1e3))
+    return found
 
 
 def predict_all(

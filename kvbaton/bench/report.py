@@ -15,6 +15,7 @@ import msgspec
 
 from kvbaton.bench import charts, stats
 from kvbaton.bench.compare import ArmRun, CompareResult, CompareRuns, RateResult
+from kvbaton.bench.prediction import Prediction
 from kvbaton.bench.report_style import STYLE
 from kvbaton.bench.samples import Run
 from kvbaton.bench.summary import RunSummary
@@ -233,18 +234,23 @@ def _stalls(found: CompareRuns, names: dict[str, str]) -> str:
     return charts.timeline(f"Stalls: gaps over {bound * 1e3:g} ms, first run of each", rows, span, "", bound)
 
 
-SIMULATED_HEAD = ("arm", "requests/s", "figure", "simulated ms", "measured ms", "error")
+SIMULATED_HEAD = ("arm", "requests/s", "figure", "simulated ms", "measured ms (of the runs)", "error")
 
 
 def simulated_rows(result: CompareResult) -> list[list[str]]:
     found = result.simulated
     return [
         [
-            each.arm, f"{each.rate_per_s:g}", each.name, _number(each.predicted_ms), _number(each.measured_ms),
+            each.arm, f"{each.rate_per_s:g}", each.name, _number(each.predicted_ms), _measured(each),
             f"{each.error:+.0%}",
         ]
         for each in (found.predictions if found is not None else ())
     ]  # fmt: skip
+
+
+def _measured(each: Prediction) -> str:
+    runs = f" ({_number(min(each.runs_ms))} to {_number(max(each.runs_ms))})" if len(each.runs_ms) > 1 else ""
+    return _number(each.measured_ms) + runs
 
 
 def _simulated(result: CompareResult) -> str:

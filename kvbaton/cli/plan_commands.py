@@ -7,6 +7,7 @@ names the field and the fix. Planner modules are imported inside the commands, s
 from __future__ import annotations
 
 import gc
+import gzip
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -20,7 +21,7 @@ import msgspec
 from kvbaton.types import LocalError, RemoteError
 
 if TYPE_CHECKING:
-    from kvbaton.plan.advise import Advice
+    from kvbaton.plan.advise import Advice, Window
     from kvbaton.plan.kv_report import KVAnswer
 
 
@@ -86,6 +87,13 @@ def kv_command(model: str | None, **options: Any) -> None:
         click.echo(f"\n{gpu.name}: {gpu.source}")
         for each in fabrics:
             click.echo(f"{each.name}: {each.source}")
+
+
+def _write(path: str, text: str, field: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise LocalError(f"cannot write {path}: {error.strerror}", field=field) from None
 
 
 def _print_presets(as_json: bool) -> None:
@@ -168,7 +176,7 @@ def plan_command(scenario: str, as_json: bool, html: str | None, quick: bool, qu
     finally:
         gc.enable()
     if html is not None:
-        Path(html).write_text(report_html.render(answer))
+        _write(html, report_html.render(answer), "--html")
         click.echo(f"report: {html}", err=True)
     if as_json:
         print_json(answer)
@@ -184,8 +192,12 @@ def plan_command(scenario: str, as_json: bool, html: str | None, quick: bool, qu
 @click.option("--before", multiple=True, type=click.Path(exists=True), help="Saved first scrape; one for each worker.")
 @click.option("--after", multiple=True, type=click.Path(exists=True), help="Saved second scrape, in the same order.")
 @click.option("--prometheus", help="Base URL of a Prometheus server that scrapes the workers.")
-@click.option("--log", type=click.Path(exists=True), help="Request records, one JSON object a line.")
-@click.option("--workers", default=1, show_default=True, help="Workers behind --log.")
+@click.option(
+    "--log",
+    type=click.Path(exists=True, dir_okay=False),
+    help="The router's log, samples of `bench`, or records of requests, one JSON object a line.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Workers behind --log; default: those it names.")
 @click.option("--profile", type=click.Path(exists=True), help="Profile file: prices a token of each phase.")
 @click.option("--write-scenario", type=click.Path(dir_okay=False), help="Write the traffic seen as a file for `plan`.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
@@ -201,20 +213,20 @@ def advise_command(sources: tuple[str, ...], **options: Any) -> None:
     from kvbaton.plan.profile_file import read_profile
 
     if options["log"]:
-        seen = advise.from_records(Path(options["log"]).read_text().splitlines(), options["workers"])
+        seen = _from_log(Path(options["log"]), options["workers"])
     elif options["prometheus"]:
         seen = advise.window(*scrape.from_prometheus(options["prometheus"], options["interval"]), options["interval"])
     elif sources:
         seen = advise.window(*scrape.twice(sources, options["interval"]), options["interval"])
     else:
-        before, after = ([Path(path).read_text() for path in options[name]] for name in ("before", "after"))
+        before, after = ([_text(path, f"--{name}") for path in options[name]] for name in ("before", "after"))
         if not before or len(before) != len(after):
             raise LocalError("give metrics URLs, or as many --before as --after", field="SOURCES")
         seen = advise.window(before, after, options["interval"])
     if options["write_scenario"]:
         from kvbaton.plan.autoscale_drift import scenario_text
 
-        Path(options["write_scenario"]).write_text(scenario_text(seen))
+        _write(options["write_scenario"], scenario_text(seen), "--write-scenario")
         click.echo(f"wrote {options['write_scenario']}: check its model, hardware and limits", err=True)
     price = None
     if options["profile"]:
@@ -227,6 +239,44 @@ def advise_command(sources: tuple[str, ...], **options: Any) -> None:
     else:
         _print_advice(advice)
     sys.exit(0 if advice.plan_a_split else 1)
+
+
+def _text(path: str, field: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LocalError(f"cannot read {path}: {error}", field=field) from None
+
+
+def _from_log(path: Path, workers: int | None) -> Window:
+    """Lines as they are; of a benchmark's samples the requests that went well."""
+    from kvbaton.bench import stats
+    from kvbaton.bench.samples import read_run
+    from kvbaton.plan import advise_log
+
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            first = lines.readline() if path.suffix != ".parquet" else ""
+            if path.suffix != ".parquet" and not first.startswith('{"kind":"header"'):
+                return advise_log.from_lines([first, *lines], workers)
+    except (OSError, UnicodeDecodeError) as error:
+        raise LocalError(f"cannot read {path}: {error}", field="--log") from None
+    rows = []
+    for sample in read_run(path).measured():
+        if not sample.ok:
+            continue
+        rows.append(
+            advise_log.Logged(
+                prompt_tokens=sample.usage_prompt_tokens or sample.prompt_tokens,
+                output_tokens=sample.output_tokens,
+                cached_tokens=sample.cached_tokens,
+                ttft_s=stats.ttft_s(sample),
+                tpot_s=stats.tpot_s(sample),
+                gaps_s=tuple(stats.chunk_gaps_s(sample)),
+                finished_at_s=sample.closed_s,
+            )
+        )
+    return advise_log.from_records(rows, workers)
 
 
 def _print_advice(advice: Advice) -> None:

@@ -63,7 +63,7 @@ def _instant(base_url: str, at_s: float) -> dict[str, str]:
         if answer["status"] != "success":
             raise RemoteError(f"Prometheus: {answer.get('error', answer['status'])}", field="--prometheus")
         samples = [(dict(each["metric"]), each["value"][1]) for each in answer["data"]["result"]]
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         raise RemoteError(
             f"{base_url} does not speak Prometheus' query API: {text[:80]!r}", field="--prometheus"
         ) from None

@@ -1,14 +1,13 @@
 """What a running fleet's own numbers say: where GPU time goes, what to tune first, whether to plan a split.
 
-Reads two scrapes of /metrics (vLLM, SGLang, or kvbaton's own workers) or request records, and works on the differences
-between them, so counters since start never mix with now. A number that is absent is said to be absent, not zero.
+Reads two scrapes of /metrics (vLLM, SGLang, or kvbaton's own workers) and works on the differences between them, so
+counters since start never mix with now. A number that is absent is said to be absent, not zero.
 
-Knows nothing about HTTP; text comes in.
+Knows nothing about HTTP; text comes in. Request logs are ``advise_log``'s business.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from math import inf, isfinite
@@ -260,7 +259,7 @@ def advise(seen: Window, price: StepPrice | None = None) -> Advice:
     preempted = _ratio(seen.preemptions, seen.requests)
     tune = _tune(seen, share, queue, gap_ratio, preempted)
     fitting = share is not None and 0.2 <= share <= 0.8
-    hurting = gap_ratio is not None and gap_ratio > 3.0
+    hurting = gap_ratio is None or gap_ratio > 3.0  # who does not know the gaps has to look at them
     worth = fitting and hurting and (uncached is None or uncached >= 512) and seen.workers >= 2
     reasons = [
         "prefill's share of GPU time is unknown" if share is None else f"prefill takes {share:.0%} of GPU time",
@@ -321,45 +320,3 @@ def _tune(seen: Window, share: float | None, queue: float | None, gap_ratio: flo
     if gap_ratio is not None and gap_ratio > 3.0:
         todo.append(f"p99 gaps are {gap_ratio:.1f} times the median: a smaller chunk budget")
     return tuple(todo) or ("nothing stands out",)
-
-
-def from_records(lines: Iterable[str], workers: int) -> Window:
-    """A window from request records (JSON lines with prompt_tokens, output_tokens, cached_tokens, ttft_s, queue_s,
-    max_gap_s, finished_at_s); unknown fields are left out."""
-    rows = [json.loads(line) for line in lines if line.strip()]
-    if not rows:
-        raise LocalError("no request records", field="log")
-
-    def values(name: str) -> list[float]:
-        return [float(row[name]) for row in rows if row.get(name) is not None]
-
-    def mean(name: str) -> float | None:
-        found = values(name)
-        return sum(found) / len(found) if found else None
-
-    prompts, outputs = values("prompt_tokens"), values("output_tokens")
-    if not prompts or not outputs:
-        raise LocalError("records need prompt_tokens and output_tokens", field="log")
-    times = values("finished_at_s")
-    gaps = sorted(values("max_gap_s"))
-    return Window(
-        seconds=max(times) - min(times) if len(times) > 1 else 1.0,
-        workers=workers,
-        prompt_tokens=sum(prompts),
-        output_tokens=sum(outputs),
-        cached_share=sum(values("cached_tokens")) / sum(prompts) if values("cached_tokens") else None,
-        preemptions=sum(values("preemptions")) if values("preemptions") else None,
-        requests=float(len(rows)),
-        waiting=None,
-        running=None,
-        kv_usage=None,
-        prefill_s=sum(values("prefill_s")) if values("prefill_s") else None,
-        prefill_busy_s=None,
-        decode_busy_s=None,
-        queue_s=sum(values("queue_s")) if values("queue_s") else None,
-        ttft_mean_s=mean("ttft_s"),
-        queue_mean_s=mean("queue_s"),
-        gap_mean_s=mean("tpot_s"),
-        gap_p50_s=mean("tpot_s"),
-        gap_p99_s=gaps[int(0.99 * (len(gaps) - 1))] if gaps else None,
-    )

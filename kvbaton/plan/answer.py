@@ -22,6 +22,13 @@ class Band(msgspec.Struct, frozen=True):
     high: float
 
 
+class Spread(msgspec.Struct, frozen=True):
+    """The least and the most of each figure while uncertain constants are turned up and down, one at a time."""
+
+    low: Percentiles
+    high: Percentiles
+
+
 class Cost(msgspec.Struct, frozen=True):
     usd_per_hour: float
     gpu_hours_per_hour: float
@@ -43,8 +50,8 @@ class Arm(msgspec.Struct, frozen=True):
     attainment: float
     ttft: Percentiles
     tpot: Percentiles
-    ttft_p90_band: Band
-    tpot_p90_band: Band
+    ttft_band: Spread
+    tpot_band: Spread
     p99_gap_s: float
     p90_exposed_s: float
     token_hit: float

@@ -37,7 +37,7 @@ def matrix(scenario: Scenario, engine: Engine, trace: Trace, single: Arm, split:
         _network(engine, stats.prompt.mean, split),
         _line("Is the cache hit low?", f"{single.token_hit:.0%} of prompt tokens are found in the cache",
               (single.token_hit < 0.3, single.token_hit > 0.7), "cached prompts leave little prefill to move away"),
-        _scale(scenario, split),
+        _scale(single, split),
         _stability(stats.gap_cv, stats.max_minute_rate_per_s, stats.rate_per_s),
         _memory(single, split),
     )  # fmt: skip
@@ -60,8 +60,8 @@ def _network(engine: Engine, prompt_tokens: float, split: Arm | None) -> Conditi
                  "what the transfer adds after prefill is paid by every request")  # fmt: skip
 
 
-def _scale(scenario: Scenario, split: Arm | None) -> Condition:
-    gpus = scenario.hardware.max_gpus
+def _scale(single: Arm, split: Arm | None) -> Condition:
+    gpus = round(max(arm.cost.gpu_hours_per_hour for arm in (single, split) if arm is not None))
     spare = split is not None and min(split.layout.prefill, split.layout.decode) >= 2
     pools = "no split fits" if split is None else f"{split.layout.prefill} prefill, {split.layout.decode} decode"
     return _line("Is the fleet large enough?", f"{gpus} GPUs: {pools}", (spare, split is None or gpus < 4),

@@ -79,6 +79,7 @@ class Fields:
         self._where = where
         self.read: set[str] = set()
         self.notes: list[str] = []
+        self._last: tuple[str, Any] = ("", None)
 
     def get(self, name: str, default: Any = None) -> Any:
         aliases = ALIASES.get(name, (name,))
@@ -87,6 +88,8 @@ class Fields:
         if any(value != found[0][1] for _, value in found):
             text = ", ".join(f"{alias} = {value!r}" for alias, value in found)
             raise LocalError(f"{self._where}: {text} contradict each other", field=f"{self._where}.{name}")
+        if found:
+            self._last = found[0]
         return found[0][1] if found else default
 
     def need(self, name: str) -> Any:
@@ -108,6 +111,17 @@ class Fields:
         return LocalError(
             f"{self._where}.{name} = {text[:60]} is not understood", field=f"{self._where}.{name}", fix=fix
         )
+
+    def count(self, name: str) -> int:
+        """A whole number that may be left out, 0 then."""
+        value = self.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.bad(name, value, "a whole number of 0 or more is needed")
+        return value
+
+    def nonsense(self) -> LocalError:
+        """Something of the wrong kind was met: most likely what was read last."""
+        return self.bad(*self._last, "it is of the wrong kind or size")
 
     def check_rest(self) -> None:
         """Refuse set fields that look as if they shaped the cache and that nobody read."""

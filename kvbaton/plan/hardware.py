@@ -28,6 +28,18 @@ class Gpu(msgspec.Struct, frozen=True):
         return tflops * 1e12
 
 
+class GpuNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A GPU without a preset, by its own numbers."""
+
+    name: str = "own GPU"
+    bf16_tflops: float
+    fp8_tflops: float | None = None
+    memory_gb: float
+    memory_gb_per_s: float
+    link_gb_per_s: float = 32.0
+    source: str = "given in the scenario"
+
+
 CHECKED = "2026-11-29"
 
 A100 = (
@@ -94,6 +106,16 @@ class Fabric(msgspec.Struct, frozen=True):
         return self.startup_ms / 1e3 + num_bytes / self.effective_bytes_per_s if num_bytes else 0.0
 
 
+class FabricNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A way without a preset."""
+
+    name: str = "own fabric"
+    gb_per_s: float
+    efficiency: float = 0.8
+    startup_ms: float = 0.5
+    source: str = "given in the scenario"
+
+
 MOONCAKE = "github.com/kvcache-ai/Mooncake"
 RDMA = (
     f"line rate: bits / 8; 0.74 of 8 x 200G RoCE in {MOONCAKE} docs/source/performance, 0.87 of 4 x 200G in its README"
@@ -142,18 +164,34 @@ PRICE_EXAMPLES = (
 )
 
 
-def gpu(name: str) -> Gpu:
+def gpu(name: str | GpuNumbers) -> Gpu:
+    if isinstance(name, GpuNumbers):
+        _positive(name, "hardware.gpu", "bf16_tflops", "memory_gb", "memory_gb_per_s", "link_gb_per_s")
+        return Gpu(name.name, name.bf16_tflops, name.fp8_tflops, name.memory_gb, name.memory_gb_per_s,
+                   name.link_gb_per_s, name.source)  # fmt: skip
     key = name.lower().replace(" ", "-").replace("_", "-")
     short = {"h100": "h100-sxm", "h200": "h200-sxm", "a100": "a100-80g", "rtxpro6000": "rtx-pro-6000"}
     key = short.get(key, key)
     if key not in GPUS:
         known = ", ".join(each.name for each in GPUS.values())
-        raise LocalError(f"no GPU preset {name!r}", field="gpu", fix=f"use one of {known}, or give its numbers")
+        raise LocalError(f"no GPU preset {name!r}", field="gpu", fix=f"use one of {known}; a scenario may give numbers")
     return GPUS[key]
 
 
-def fabric(name: str) -> Fabric:
+def fabric(name: str | FabricNumbers) -> Fabric:
+    if isinstance(name, FabricNumbers):
+        _positive(name, "hardware.fabric", "gb_per_s", "efficiency")
+        if name.efficiency > 1 or name.startup_ms < 0:
+            raise LocalError("an efficiency is at most 1, and no start-up time negative", field="hardware.fabric")
+        return Fabric(name.name, name.gb_per_s, name.efficiency, name.efficiency, name.startup_ms, name.source)
     for each in FABRICS.values():
         if each.name.lower() == name.lower():
             return each
-    raise LocalError(f"no fabric preset {name!r}", field="fabric", fix=f"use one of {', '.join(FABRICS)}")
+    raise LocalError(f"no fabric preset {name!r}", field="fabric",
+                     fix=f"use one of {', '.join(FABRICS)}; a scenario may give numbers")  # fmt: skip
+
+
+def _positive(numbers: object, field: str, *names: str) -> None:
+    for name in names:
+        if getattr(numbers, name) <= 0:
+            raise LocalError(f"{name} must be positive, got {getattr(numbers, name)}", field=f"{field}.{name}")

@@ -63,9 +63,13 @@ def kv_format(name: str, shape: ModelShape) -> KVFormat:
     """
     if name == "auto":
         name = shape.kv_scheme or shape.dtype
+    return _form(name, "kv_dtype")
+
+
+def _form(name: str, field: str) -> KVFormat:
     name = FORMAT_ALIASES.get(name.lower(), name.lower())
     if name not in FORMATS:
-        raise LocalError(f"unknown KV dtype {name!r}", field="kv_dtype", fix=f"use one of {', '.join(FORMATS)}")
+        raise LocalError(f"unknown dtype {name!r}", field=field, fix=f"use one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
@@ -116,10 +120,11 @@ def layer_token_bytes(layer: LayerKV, form: KVFormat, tp: int = 1) -> int:
 
 def layer_fixed_bytes(layer: LayerKV, shape: ModelShape, tp: int = 1) -> int:
     """Bytes one sequence holds in one layer whatever its length."""
-    state = FORMATS[FORMAT_ALIASES.get(shape.state_dtype, shape.state_dtype)]
-    model = FORMATS[FORMAT_ALIASES.get(shape.dtype, shape.dtype)]
-    recurrent = state.bytes_for(layer.recurrent_elements, 1)
-    conv = model.bytes_for(layer.conv_elements, 1)
+    recurrent = conv = 0
+    if layer.recurrent_elements:
+        recurrent = _form(shape.state_dtype, "mamba_ssm_dtype").bytes_for(layer.recurrent_elements, 1)
+    if layer.conv_elements:
+        conv = _form(shape.dtype, "torch_dtype").bytes_for(layer.conv_elements, 1)
     return -(-(recurrent + conv + layer.state_bytes) // tp)
 
 

@@ -10,6 +10,7 @@ Knows nothing about which rows are right; the fit reports its errors.
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -68,16 +69,39 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The llama70b-rows table. Lengths were drawn from 0.8 to 1.0 of nominal, so their mean is 0.9 of it."""
-    with path.open(newline="") as lines:
-        return [
-            Row(
-                row["system"].replace("_", "-"), int(float(row["tp"])), int(float(row["concurrency"])),
-                0.9 * float(row["isl_nominal"]), 0.9 * float(row["osl_nominal"]),
-                float(row["mean_ttft_ms"]) / 1e3, float(row["mean_tpot_ms"]) / 1e3,
-            )
-            for row in csv.DictReader(lines)
-        ]  # fmt: skip
+    """A table of system, tp, concurrency, mean_ttft_ms, mean_tpot_ms, and prompt_tokens and output_tokens (means).
+
+    Or, as in llama70b-rows, isl_nominal and osl_nominal, of which lengths were drawn from 0.8 to 1.0: 0.9 in the mean.
+    """
+    try:
+        with path.open(newline="") as lines:
+            return [_row(number, row) for number, row in enumerate(csv.DictReader(lines), 2)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise LocalError(f"cannot read {path}: {error}", field="engine.rows") from None
+
+
+def _row(number: int, row: Mapping[str, str]) -> Row:
+    try:
+        lengths = [
+            float(row[mean]) if mean in row else 0.9 * float(row[nominal])
+            for mean, nominal in (("prompt_tokens", "isl_nominal"), ("output_tokens", "osl_nominal"))
+        ]
+        found = Row(
+            _named(row["system"]), int(float(row["tp"])), int(float(row["concurrency"])), lengths[0], lengths[1],
+            float(row["mean_ttft_ms"]) / 1e3, float(row["mean_tpot_ms"]) / 1e3,
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise LocalError(f"line {number} of the rows: {error!r}", field="engine.rows",
+                         fix="system, tp, concurrency, prompt_tokens, output_tokens, mean_ttft_ms, mean_tpot_ms"
+                         ) from None  # fmt: skip
+    if min(found.tp, found.concurrency, found.prompt_tokens, found.output_tokens, found.tpot_s) <= 0:
+        raise LocalError(f"line {number} of the rows has a figure that is not positive", field="engine.rows")
+    return found
+
+
+def _named(system: str) -> str:
+    gpu(system)  # known, or an error that names those that are
+    return system.replace("_", "-")
 
 
 def memory_full(row: Row, model: RowModel) -> bool:

@@ -65,6 +65,7 @@ class ModelShape(msgspec.Struct, frozen=True):
 
 TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 FULL = ("full_attention", "attention", "global", "*")
+MOST_LAYERS = 10_000  # a typing error beyond it
 STATE = ("linear_attention", "mamba", "recurrent", "conv", "M")
 
 
@@ -77,7 +78,7 @@ def read_model(source: str | Path) -> ModelShape:
         raise LocalError(f"no such file {path}", field="MODEL", fix="give a config.json, its directory, or a preset")
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LocalError(f"{path} is not JSON: {error}", field="MODEL") from None
     if not isinstance(config, dict):
         raise LocalError(f"{path} holds no JSON object", field="MODEL")
@@ -88,6 +89,13 @@ def parse_config(config: Mapping[str, Any], name: str = "config") -> ModelShape:
     """The cache side of a Hugging Face style config."""
     section, where = _text_section(config)
     fields = Fields(section, where)
+    try:
+        return _parse(fields, section, config, name)
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        raise fields.nonsense() from error
+
+
+def _parse(fields: Fields, section: Mapping[str, Any], config: Mapping[str, Any], name: str) -> ModelShape:
     layers = _layers(fields)
     for known in ("hidden_size", "num_attention_heads", "sliding_window_pattern", "_sliding_window_pattern"):
         fields.get(known)
@@ -111,11 +119,13 @@ def parse_config(config: Mapping[str, Any], name: str = "config") -> ModelShape:
     )
 
 
-def _text_section(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+def _text_section(config: Mapping[str, Any], depth: int = 0) -> tuple[Mapping[str, Any], str]:
     for key in TEXT_SECTIONS:
         inner = config.get(key)
         if isinstance(inner, Mapping):
-            section, where = _text_section(inner)
+            if depth > 8:
+                raise LocalError(f"{key} in {key} and so on: no model nests so deep", field=key)
+            section, where = _text_section(inner, depth + 1)
             return section, key if where == "config" else f"{key}.{where}"
     return config, "config"
 
@@ -205,15 +215,16 @@ def _layer_kinds(fields: Fields) -> list[str]:
     if listed is not None:
         return listed
     num_layers = fields.need_int("num_hidden_layers")
-    period = fields.get("attn_layer_period")
-    if period is not None:
-        offset = fields.need("attn_layer_offset")
+    if num_layers > MOST_LAYERS:
+        raise fields.bad("num_hidden_layers", num_layers, f"no model has more than {MOST_LAYERS:,}")
+    if fields.get("attn_layer_period") is not None:
+        offset, period = fields.need("attn_layer_offset"), fields.need_int("attn_layer_period")
         return ["attention" if index % period == offset else "mamba" for index in range(num_layers)]
     indices = fields.get("attn_layer_indices", fields.get("full_attn_idxs"))
     if indices is not None:
         return ["attention" if index in indices else "mamba" for index in range(num_layers)]
-    interval = fields.get("full_attention_interval")
-    if interval is not None:
+    if fields.get("full_attention_interval") is not None:
+        interval = fields.need_int("full_attention_interval")
         return ["attention" if (index + 1) % interval == 0 else "linear_attention" for index in range(num_layers)]
     return _window_kinds(fields, num_layers)
 
@@ -371,9 +382,11 @@ def _mamba_layer(fields: Fields) -> LayerKV:
 
 def _shared(fields: Fields, layers: list[LayerKV]) -> list[LayerKV]:
     """Layers that read another layer's cache keep none of their own."""
-    count = fields.get("num_kv_shared_layers") or 0
+    count = fields.count("num_kv_shared_layers")
+    if count and count >= len(layers):
+        raise fields.bad("num_kv_shared_layers", count, f"of {len(layers)} layers one has to keep a cache")
     first_shared = len(layers) - count
-    factor = fields.get("cla_share_factor") or 1
+    factor = fields.count("cla_share_factor") or 1
     if not fields.get("use_cla"):
         factor = 1
     reused = LayerKV("reused")

@@ -36,22 +36,30 @@ class Weights(msgspec.Struct, frozen=True):
 
 def count_weights(shape: ModelShape, num_params: int | None = None, active_params: int | None = None) -> Weights:
     """Weights of the model; given counts win."""
+    try:
+        return _count(shape, num_params, active_params)
+    except (TypeError, ValueError, ArithmeticError, LookupError):  # a field that only weights depend on is odd
+        raise LocalError("the weights cannot be counted", field="model.num_params", fix="state num_params") from None
+
+
+def _count(shape: ModelShape, num_params: int | None, active_params: int | None) -> Weights:
     config = shape.config
     width = sum(_query_width(layer, shape) for layer in shape.layers)
     if num_params is not None:
         return Weights(num_params, active_params or num_params, width)
     hidden = shape.hidden_size
-    vocab = config.get("vocab_size")
+    vocab = _whole(config, "vocab_size")
     if not vocab or not hidden:
         raise LocalError("the weights cannot be counted", field="model.num_params", fix="state num_params")
     table = vocab * hidden
     mixers = sum(_mixer_weights(layer, shape) for layer in shape.layers)
-    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
-    top = config.get("num_experts_per_tok") or 0
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((count for name in names if (count := _whole(config, name))), 0)
+    top = _whole(config, "num_experts_per_tok")
     embeddings = table if config.get("tie_word_embeddings") else 2 * table
     if not experts:
-        inner = config.get("intermediate_size")
-        if not isinstance(inner, int):
+        inner = _whole(config, "intermediate_size")
+        if not inner:
             raise LocalError("the weights cannot be counted", field="model.num_params", fix="state num_params")
         mlp = 3 * hidden * inner * sum(layer.kind != "none" for layer in shape.layers)
         return Weights(embeddings + mixers + mlp, table + mixers + mlp, width)
@@ -61,14 +69,14 @@ def count_weights(shape: ModelShape, num_params: int | None = None, active_param
 def _moe(shape: ModelShape, config: dict[str, Any], parts: tuple[int, int, int, int], experts: int,
          top: int) -> Weights:  # fmt: skip
     table, embeddings, mixers, width = parts
-    hidden, dense_inner = shape.hidden_size, int(config.get("intermediate_size") or 0)
-    inner = int(config.get("moe_intermediate_size") or dense_inner)
-    period = int(config.get("expert_layer_period") or 1)
-    dense_first = int(config.get("first_k_dense_replace") or 0)
+    hidden, dense_inner = shape.hidden_size, _whole(config, "intermediate_size")
+    inner = _whole(config, "moe_intermediate_size") or dense_inner
+    period = _whole(config, "expert_layer_period") or 1
+    dense_first = _whole(config, "first_k_dense_replace")
     moe_layers = (shape.num_layers - dense_first) // period
     one = 3 * hidden * inner
-    shared = 3 * hidden * int(config.get("shared_expert_intermediate_size") or 0)
-    shared += one * int(config.get("n_shared_experts") or 0)
+    shared = 3 * hidden * _whole(config, "shared_expert_intermediate_size")
+    shared += one * _whole(config, "n_shared_experts")
     always = mixers + (shape.num_layers - moe_layers) * 3 * hidden * dense_inner
     always += moe_layers * (shared + hidden * experts)
     return Weights(
@@ -80,6 +88,14 @@ def _moe(shape: ModelShape, config: dict[str, Any], parts: tuple[int, int, int, 
         experts_per_token=top,
         expert_weights=one,
     )
+
+
+def _whole(config: dict[str, Any], name: str) -> int:
+    """A count; 0 where there is none. Anything else is no model whose weights can be counted."""
+    value = config.get(name) or 0
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} = {value!r}")
+    return value
 
 
 def _query_width(layer: LayerKV, shape: ModelShape) -> int:

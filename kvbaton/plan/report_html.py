@@ -31,7 +31,7 @@ def render(answer: Answer) -> str:
         f"<h1>{escape(answer.name)}: split prefill from decode?</h1>",
         f'<div class="verdict {kind}"><b>{escape(answer.verdict)}</b><br>{escape(answer.reason)}.</div>',
         _measure_next(answer),
-        f"<p>{answer.num_gpus} GPUs. {escape(answer.slo)}. Step times: {escape(answer.step_source)}. "
+        f"<p>At most {answer.num_gpus} GPUs. {escape(answer.slo)}. Step times: {escape(answer.step_source)}. "
         f"Link: {escape(answer.link_source)}. {answer.num_simulations} simulations.</p>",
         "".join(f"<p>Note: {escape(text)}.</p>" for text in answer.warnings),
         "<h2>The two arms at their best</h2>" + _arms(answer),
@@ -75,9 +75,12 @@ def _arms(answer: Answer) -> str:
         return [label, *values]
 
     def ms(arm: Arm, what: str) -> str:
-        each, band = getattr(arm, what), getattr(arm, f"{what}_p90_band")
-        return (f"{each.p50 * 1e3:,.0f} / {each.p90 * 1e3:,.0f} / {each.p99 * 1e3:,.0f} "
-                f"(p90 {band.low * 1e3:,.0f} to {band.high * 1e3:,.0f})")  # fmt: skip
+        each, band = getattr(arm, what), getattr(arm, f"{what}_band")
+        return "; ".join(
+            f"{getattr(each, name) * 1e3:,.0f} ({getattr(band.low, name) * 1e3:,.0f} to "
+            f"{getattr(band.high, name) * 1e3:,.0f})"
+            for name in ("p50", "p90", "p99")
+        )
 
     rows = [
         row("layout", [arm.label for arm in arms]),
@@ -85,8 +88,8 @@ def _arms(answer: Answer) -> str:
         row("goodput a GPU", [f"{arm.goodput_per_gpu:.3f}" for arm in arms]),
         row("simulated at, requests/s", [f"{arm.at_rate_per_s:.2f}" for arm in arms]),
         row("attainment", [f"{arm.attainment:.1%}" for arm in arms]),
-        row("TTFT p50 / p90 / p99, ms", [ms(arm, "ttft") for arm in arms]),
-        row("TPOT p50 / p90 / p99, ms", [ms(arm, "tpot") for arm in arms]),
+        row("TTFT p50; p90; p99, ms (a constant off)", [ms(arm, "ttft") for arm in arms]),
+        row("TPOT p50; p90; p99, ms (a constant off)", [ms(arm, "tpot") for arm in arms]),
         row("p99 gap, ms", [f"{arm.p99_gap_s * 1e3:,.0f}" for arm in arms]),
         row("p90 exposed transfer, ms", [f"{arm.p90_exposed_s * 1e3:,.1f}" for arm in arms]),
         row("busy, by pool", ["; ".join(_use(pool) for pool in arm.pools) for arm in arms]),

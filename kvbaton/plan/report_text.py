@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from kvbaton.plan.answer import Answer, Arm
+from kvbaton.plan.answer import Answer, Arm, Spread
+from kvbaton.plan.sim_result import Percentiles
 
 
 def render(answer: Answer) -> str:
     lines = [f"{answer.name}: {answer.verdict.upper()}", f"  {answer.reason}"]
     if answer.measure_next:
         lines.append(f"  measure next: {'; '.join(answer.measure_next)}")
-    lines.append(f"  {answer.num_gpus} GPUs; {answer.slo}; {answer.num_simulations} simulations")
+    lines.append(f"  at most {answer.num_gpus} GPUs; {answer.slo}; {answer.num_simulations} simulations")
     lines += [f"  steps: {answer.step_source}", f"  link: {answer.link_source}"]
     lines += [f"  note: {text}" for text in answer.warnings]
     lines += _arm("single pool", answer.colocated)
@@ -40,14 +41,33 @@ def render(answer: Answer) -> str:
 
 
 def _arm(name: str, arm: Arm) -> list[str]:
-    ttft, tpot, cost = arm.ttft, arm.tpot, arm.cost
+    cost = arm.cost
+    pools = [
+        f"{pool.role} prefill {pool.prefill_share:.0%} decode {pool.decode_share:.0%} of the time, "
+        f"cache at most {pool.peak_block_share:.0%}" + (f", link {pool.link_share:.0%}" if pool.link_share else "")
+        for pool in arm.pools
+    ]
+    by_pool = ""
+    if cost.usd_per_million_prompt is not None and cost.usd_per_million_output_decode_pool is not None:
+        by_pool = (
+            f"; by pool ${cost.usd_per_million_prompt:.3f} per million prompt, "
+            f"${cost.usd_per_million_output_decode_pool:.3f} per million output tokens"
+        )
     return [
         f"  {name}: {arm.label}",
         f"    goodput {arm.goodput_per_s:.2f} requests/s, {arm.goodput_per_gpu:.3f} a GPU, "
         f"{arm.goodput_per_usd_hour:.3f} for $1/h",
-        f"    at {arm.at_rate_per_s:.2f}/s: TTFT p50 {ttft.p50 * 1e3:,.0f} p90 {ttft.p90 * 1e3:,.0f} "
-        f"({arm.ttft_p90_band.low * 1e3:,.0f} to {arm.ttft_p90_band.high * 1e3:,.0f}) p99 {ttft.p99 * 1e3:,.0f} ms; "
-        f"TPOT p50 {tpot.p50 * 1e3:,.0f} p90 {tpot.p90 * 1e3:,.0f} "
-        f"({arm.tpot_p90_band.low * 1e3:,.0f} to {arm.tpot_p90_band.high * 1e3:,.0f}) ms",
-        f"    ${cost.usd_per_hour:.2f}/h, ${cost.usd_per_million_output:.3f} per million output tokens",
+        f"    at {arm.at_rate_per_s:.2f}/s: TTFT {_figures(arm.ttft, arm.ttft_band)} ms",
+        f"    TPOT {_figures(arm.tpot, arm.tpot_band)} ms",
+        f"    busy: {'; '.join(pools)}",
+        f"    {cost.gpu_hours_per_hour:g} GPU-hours and ${cost.usd_per_hour:.2f} an hour, "
+        f"${cost.usd_per_million_output:.3f} per million output tokens{by_pool}",
     ]
+
+
+def _figures(seen: Percentiles, band: Spread) -> str:
+    return ", ".join(
+        f"{name} {getattr(seen, name) * 1e3:,.0f} ({getattr(band.low, name) * 1e3:,.0f} to "
+        f"{getattr(band.high, name) * 1e3:,.0f})"
+        for name in ("p50", "p90", "p99")
+    )

@@ -8,16 +8,19 @@ Knows nothing about how fleets are compared.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from kvbaton.plan import hardware, kernel_tables
+from kvbaton.plan import hardware, kernel_tables, measured_rows
+from kvbaton.plan.hardware import FabricNumbers, GpuNumbers
 from kvbaton.plan.kv_math import KVCost, Sharding, kv_format
 from kvbaton.plan.link import LinkModel, from_fabric
+from kvbaton.plan.measured_rows import RowFit
 from kvbaton.plan.model_presets import preset
 from kvbaton.plan.model_shape import ModelShape, read_model
 from kvbaton.plan.model_weights import count_weights
@@ -27,75 +30,84 @@ from kvbaton.plan.step_time import Efficiency, StepModel, kv_budget_bytes, roofl
 from kvbaton.plan.workload import Trace, TraceRequest, read_trace, synthetic
 from kvbaton.types import LocalError
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Part = Annotated[float, msgspec.Meta(ge=0, lt=1)]  # of a whole, and never all of it
+Efficient = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Counts = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
+
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trace: str | None = None
-    prompt_tokens: int | None = None  # of a synthetic workload
-    output_tokens: int | None = None
-    spread: float = 0.5  # lengths lie within this share of their mean
-    shared_prefix: float = 0.0  # share of each synthetic prompt that is one of a few common prefixes
-    rate: float | None = None  # requests a second to serve; None: as much as the GPUs carry
+    prompt_tokens: Count | None = None  # of a synthetic workload
+    output_tokens: Count | None = None
+    spread: Part = 0.5  # lengths lie within this share of their mean
+    shared_prefix: Part = 0.0  # share of each synthetic prompt that is one of a few common prefixes
+    rate: Positive | None = None  # requests a second to serve; None: as much as the GPUs carry
     seed: int = 0
-    requests: int = 400  # simulated for each worker of a fleet, at most what the trace has
+    requests: Count = 400  # simulated for each worker of a fleet, at most what the trace has
     online: bool = True  # False: a batch; nobody waits for first tokens
 
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    ttft_ms: float = 2000.0
-    tpot_ms: float = 100.0
+    ttft_ms: Positive = 2000.0
+    tpot_ms: Positive = 100.0
     attainment: float = 0.9  # share of requests that must meet both
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preset: str | None = None
     config: str | None = None  # a config.json
-    weight_bits: int = 16
+    weight_bits: Annotated[int, msgspec.Meta(ge=1, le=32)] = 16
     kv_dtype: str = "auto"
-    num_params: int | None = None
-    active_params: int | None = None
+    num_params: Count | None = None
+    active_params: Count | None = None
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    gpu: str = "H100-SXM"
-    max_gpus: int = 16
-    usd_per_gpu_hour: float = 2.0
-    decode_gpu: str | None = None  # another kind for the decode pool
-    decode_usd_per_gpu_hour: float | None = None
-    fabric: str = "400G"
-    host_gb_per_s: float = 25.0  # from host memory to one GPU: about 0.8 of PCIe 4 x16
-    usd_per_host_gb_hour: float = 0.0  # of cache tiers; 0: the memory comes with the GPUs
+    gpu: str | GpuNumbers = "H100-SXM"
+    max_gpus: Count = 16
+    usd_per_gpu_hour: Positive = 2.0
+    decode_gpu: str | GpuNumbers | None = None  # another kind for the decode pool
+    decode_usd_per_gpu_hour: Positive | None = None
+    fabric: str | FabricNumbers = "400G"
+    host_gb_per_s: Positive = 25.0  # from host memory to one GPU: about 0.8 of PCIe 4 x16
+    usd_per_host_gb_hour: NotNegative = 0.0  # of cache tiers; 0: the memory comes with the GPUs
     shared_link: bool = False  # one link for all workers, not one each
     layer_wise: bool = True
 
 
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str | None = None  # measured constants instead of a roofline
+    rows: str | None = None  # a table of measured TTFT and TPOT by concurrency, that the roofline is fitted to
     tables: str | None = None  # measured kernel times of an engine ("vllm", "vllm 0.24.0") instead of a roofline
     engine: str = ""  # what the plan is for; compared with the profile
     engine_version: str = ""
-    mfu: float | None = None
-    mbu: float | None = None
-    fixed_ms: float | None = None
-    block_size: int | None = None
-    max_running: int = 256
+    mfu: Efficient | None = None
+    mbu: Efficient | None = None
+    fixed_ms: NotNegative | None = None
+    block_size: Count | None = None
+    max_running: Count = 256
     prefix_caching: bool = True
-    admission_ms: float = 2.0
-    control_ms: float = 0.5
-    uncertainty: float = 0.15  # of step and link constants, one at a time, for both arms alike
+    admission_ms: NotNegative = 2.0
+    control_ms: NotNegative = 0.5
+    uncertainty: NotNegative = 0.15  # of step and link constants, one at a time, for both arms alike
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tp: tuple[int, ...] = (1, 2, 4, 8)
-    decode_tp: tuple[int, ...] | None = None  # of the decode pool; None: as tp
-    pp: tuple[int, ...] = (1,)
-    decode_pp: tuple[int, ...] | None = None
-    chunk_budgets: tuple[int, ...] = (512, 2048, 8192)
-    thresholds: tuple[int, ...] = (0, 512, 2048)  # uncached tokens below which a prompt stays where it decodes
-    cache_tiers_gb: tuple[float, ...] = (0.0, 128.0)  # host memory a GPU that prefills keeps cache in
-    verify: int = 4  # fleets of each arm that are simulated
-    precision: float = 0.05  # of goodput
+    tp: Counts = (1, 2, 4, 8)
+    decode_tp: Counts | None = None  # of the decode pool; None: as tp
+    pp: Counts = (1,)
+    decode_pp: Counts | None = None
+    chunk_budgets: Counts = (512, 2048, 8192)
+    # Uncached tokens below which a prompt stays where it decodes.
+    thresholds: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = (0, 512, 2048)
+    cache_tiers_gb: tuple[NotNegative, ...] = (0.0, 128.0)  # host memory a GPU that prefills keeps cache in
+    verify: Count = 4  # fleets of each arm that are simulated
+    precision: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.05  # of goodput
     sensitivity: bool = True
-    margin: float = 0.10  # split must carry this much more per dollar to be worth its parts
+    margin: NotNegative = 0.10  # split must carry this much more per dollar to be worth its parts
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,28 +136,42 @@ def parse(raw: dict, folder: Path = Path()) -> Scenario:
     try:
         scenario = msgspec.convert(raw, Scenario)
     except msgspec.ValidationError as error:
-        raise LocalError(f"scenario: {error}", field=str(error).rpartition("`")[0].rpartition("`")[2] or None) from None
+        raise LocalError(f"scenario: {error}", field=_field_of(str(error))) from None
     workload, model, engine = scenario.workload, scenario.model, scenario.engine
     if (workload.trace is None) == (workload.prompt_tokens is None or workload.output_tokens is None):
         raise LocalError("give a trace, or prompt_tokens and output_tokens", field="workload.trace")
     if engine.profile is None and (model.preset is None) == (model.config is None):
         raise LocalError("give a model preset or a config", field="model.preset", fix="or engine.profile")
-    if engine.profile is not None and engine.tables is not None:
-        raise LocalError("a profile and kernel tables are two sources of step times", field="engine.tables")
+    sources = {name: value for name in ("profile", "rows", "tables") if (value := getattr(engine, name)) is not None}
+    if len(sources) > 1:
+        raise LocalError(f"{' and '.join(sources)} are {len(sources)} sources of step times", field="engine",
+                         fix="give one")  # fmt: skip
+    if engine.rows is not None and (engine.mfu or engine.mbu or engine.fixed_ms):
+        raise LocalError("mfu, mbu and fixed_ms come from the rows", field="engine.rows", fix="leave them out")
     if not 0 < scenario.slo.attainment < 1:
         raise LocalError("attainment lies between 0 and 1", field="slo.attainment")
-    if scenario.hardware.host_gb_per_s <= 0 or min(scenario.search.cache_tiers_gb, default=-1.0) < 0:
-        raise LocalError("cache tiers have sizes of 0 or more, and loading takes time", field="search.cache_tiers_gb")
-    if workload.rate is not None and workload.rate <= 0:
-        raise LocalError("the rate must be positive", field="workload.rate")
-    rebased = {"trace": workload.trace, "config": model.config, "profile": engine.profile}
+    if workload.trace is not None and workload.shared_prefix:
+        raise LocalError("what prompts of a trace share is the trace's to say", field="workload.shared_prefix",
+                         fix="leave it out")  # fmt: skip
+    rebased = {"trace": workload.trace, "config": model.config, "profile": engine.profile,
+               "rows": engine.rows}  # fmt: skip
     rebased = {key: str(folder / value) if value else None for key, value in rebased.items()}
     return msgspec.structs.replace(
         scenario,
         workload=msgspec.structs.replace(workload, trace=rebased["trace"]),
         model=msgspec.structs.replace(model, config=rebased["config"]),
-        engine=msgspec.structs.replace(engine, profile=rebased["profile"]),
+        engine=msgspec.structs.replace(engine, profile=rebased["profile"], rows=rebased["rows"]),
     )
+
+
+def _field_of(text: str) -> str:
+    """What msgspec's message is about: ... field `rat` - at `$.workload`, or Expected `int` - at `$.slo.ttft_ms`."""
+    quoted = re.findall(r"`([^`]*)`", text)
+    path = quoted[-1].removeprefix("$").removeprefix(".") if quoted and quoted[-1].startswith("$") else ""
+    names = [path] if path else []
+    if " field `" in text:
+        names.append(quoted[0])
+    return ".".join(names) or "SCENARIO"
 
 
 def trace_of(scenario: Scenario) -> Trace:
@@ -160,10 +186,10 @@ def trace_of(scenario: Scenario) -> Trace:
     count = max(12_000, workload.requests * 24)
     lengths = (workload.prompt_tokens, workload.output_tokens)
     trace = synthetic(count, workload.rate or 1.0, lengths, rng, workload.spread)
-    return _with_prefixes(trace, workload.shared_prefix, rng) if workload.shared_prefix > 0 else trace
+    return with_prefixes(trace, workload.shared_prefix, rng) if workload.shared_prefix > 0 else trace
 
 
-def _with_prefixes(trace: Trace, share: float, rng: Random, block_tokens: int = 64, families: int = 8) -> Trace:
+def with_prefixes(trace: Trace, share: float, rng: Random, block_tokens: int = 64, families: int = 8) -> Trace:
     """Give each prompt one of ``families`` common prefixes that covers ``share`` of it."""
     requests = []
     for index, each in enumerate(trace.requests):
@@ -185,6 +211,7 @@ class Engine:
         self.scenario = scenario
         self.profile: ProfileFile | None = None
         self.warnings: tuple[str, ...] = ()
+        self._fitted: RowFit | None = None
         self._turn = (knob, factor)
         self._bandwidth = bandwidth
         options = scenario.engine
@@ -199,6 +226,13 @@ class Engine:
             return
         self.shape = _shape(scenario.model)
         self.weights = count_weights(self.shape, scenario.model.num_params, scenario.model.active_params)
+        if options.rows is not None:
+            rows = measured_rows.read_rows(Path(options.rows))
+            model = measured_rows.RowModel(self.shape, scenario.model.weight_bits, scenario.model.kv_dtype)
+            fit = self._fitted = measured_rows.fit_rows(rows, model, f"fitted to {Path(options.rows).name}")
+            said = f"{fit.num_rows} measured rows fitted to {fit.mean_relative_error:.1%} in the mean"
+            left = f", {fit.num_flagged} with a full cache left out" if fit.num_flagged else ""
+            self.warnings = (said + left,)
         if options.tables is not None:
             # At once: a search takes a worker that cannot be built for one that does not fit.
             for device in {scenario.hardware.gpu, scenario.hardware.decode_gpu or scenario.hardware.gpu}:
@@ -215,11 +249,17 @@ class Engine:
         if self.profile:
             return self.profile.step.source
         hw = self.scenario.hardware
-        names = dict.fromkeys((hw.gpu, hw.decode_gpu or hw.gpu))
+        gpus = dict.fromkeys(map(hardware.gpu, (hw.gpu, hw.decode_gpu or hw.gpu)))
         if self.scenario.engine.tables:
-            return f"{kernel_tables.PACKAGE} tables of {self.scenario.engine.tables} on {', '.join(names)}"
-        peaks = "; ".join(f"{found.name}: {found.source}" for found in map(hardware.gpu, names))
-        return f"roofline with round constants over the peaks of {peaks}"
+            names = ", ".join(each.name for each in gpus)
+            return f"{kernel_tables.PACKAGE} tables of {self.scenario.engine.tables} on {names}"
+        peaks = "; ".join(f"{found.name}: {found.source}" for found in gpus)
+        how = "with round constants" if self._fitted is None else self._fitted.efficiency.source
+        return f"roofline {how} over the peaks of {peaks}"
+
+    @property
+    def measured(self) -> bool:
+        return self.profile is not None or self._fitted is not None
 
     def price(self, decode: bool = False) -> float:
         """Dollars for one GPU hour."""
@@ -286,6 +326,8 @@ class Engine:
         return kernel_tables.tables_for(kernel_tables.Choice(device.name, name, version or None))
 
     def _efficiency(self) -> Efficiency:
+        if self._fitted is not None:
+            return self._fitted.efficiency
         options, default = self.scenario.engine, Efficiency()
         mbu = options.mbu or default.mbu
         return msgspec.structs.replace(

@@ -1,4 +1,5 @@
-"""The search for the best fleet of either arm: most goodput for a dollar, every candidate at last simulated whole.
+"""The search for the best fleet of either arm: most goodput for a dollar under a budget of GPUs, or the cheapest that
+carries a wanted rate; every candidate at last simulated whole.
 
     parallelism of each phase, chunk budget, pool ratio    closed form from single workers, the best few simulated
     then one thing at a time, kept if it is better by more than the precision of goodput:
@@ -21,65 +22,111 @@ from kvbaton.types import LocalError
 
 WIDEST_DRIFT = 16.0  # times the ratio of now; beyond it nobody asks
 DRIFT_STEP = 1.1
+MOST_GROWTH = 4  # workers that a fleet sized by closed forms may lack; beyond it they were no estimate
 
 
 class Choice(msgspec.Struct, frozen=True):
     layout: Layout
     goodput: float
     usd_per_hour: float
+    wanted: float | None = None  # the rate to carry, headroom included; more than that is worth nothing
+
+    @property
+    def carries(self) -> bool:
+        return self.wanted is None or self.goodput >= self.wanted
 
     @property
     def per_dollar(self) -> float:
-        return self.goodput / self.usd_per_hour
+        """Goodput for a dollar an hour. Of fleets that carry a wanted rate it is largest for the cheapest."""
+        return served(self.goodput, self.wanted) / self.usd_per_hour
+
+    def better_than(self, other: Choice, by: float = 0.0) -> bool:
+        if self.carries != other.carries:
+            return self.carries
+        return self.per_dollar > other.per_dollar * (1.0 + by)
+
+
+def served(goodput: float, wanted: float | None) -> float:
+    return goodput if wanted is None else min(goodput, wanted)
 
 
 def usd_per_hour(engine: Engine, layout: Layout, sizer: Sizer) -> float:
     prefill = layout.prefill * sizer.gpus(layout.prefill_sharding) * engine.price()
+    dear = engine.price(decode=layout.split or layout.decode_gpus)
     tiered = layout.prefill * sizer.gpus(layout.prefill_sharding) if layout.split else sizer.layout_gpus(layout)
     prefill += tiered * layout.cache_gb * engine.scenario.hardware.usd_per_host_gb_hour
-    return prefill + layout.decode * sizer.gpus(layout.decode_sharding) * engine.price(decode=layout.split)
+    return prefill + layout.decode * sizer.gpus(layout.decode_sharding) * dear
 
 
 def best_single(sizer: Sizer) -> Choice | None:
-    best = _best(sizer, sorted(sizer.colocated_layouts(), key=lambda each: -each[1]))
-    return best and _refined(sizer, best, _tiers(sizer, best.layout))
+    best = _best(sizer, sorted(sizer.colocated_layouts(), key=lambda each: _order(sizer, each)))
+    if best is None:
+        return None
+    return _shrunk(sizer, _refined(sizer, best, _tiers(sizer, best.layout)))
 
 
 def best_split(sizer: Sizer) -> Choice | None:
-    def value(each: tuple[Layout, float]) -> tuple[float, int]:
-        return (-each[1] / usd_per_hour(sizer.engine, each[0], sizer), each[0].num_gpus)
-
-    ranked = _different(sorted(sizer.split_layouts(), key=value), sizer.scenario.search.verify)
+    ranked = sorted(sizer.split_layouts(), key=lambda each: _order(sizer, each))
+    ranked = _different(ranked, sizer.scenario.search.verify)
     best = _best(sizer, ranked)
     if best is None:
         return None
     best = _refined(sizer, best, _thresholds(sizer, best.layout))
     best = _refined(sizer, best, _tiers(sizer, best.layout))
-    return _refined(sizer, best, _ratios(sizer, best.layout))
+    return _shrunk(sizer, _refined(sizer, best, _ratios(sizer, best.layout)))
+
+
+def _order(sizer: Sizer, each: tuple[Layout, float]) -> tuple[bool, float, int]:
+    """Most promising first, by closed forms: what carries the wanted rate before what does not."""
+    layout, estimate = each
+    choice = Choice(layout, estimate, usd_per_hour(sizer.engine, layout, sizer), sizer.wanted)
+    return (not choice.carries, -choice.per_dollar, layout.num_gpus)
 
 
 def _best(sizer: Sizer, ranked: list[tuple[Layout, float]]) -> Choice | None:
-    """The most goodput for a dollar among the first few candidates, each simulated whole."""
+    """The best of the first few candidates, each simulated whole, and grown where it carries less than it should."""
     best = None
     for layout, estimate in ranked[: sizer.scenario.search.verify]:
-        choice = _simulated(sizer, layout, estimate)
-        if choice.goodput > 0 and (best is None or choice.per_dollar > best.per_dollar):
+        choice = _grown(sizer, _simulated(sizer, layout, estimate))
+        if choice.goodput > 0 and (best is None or choice.better_than(best)):
             best = choice
     return best
 
 
 def _simulated(sizer: Sizer, layout: Layout, guess: float) -> Choice:
-    return Choice(layout, sizer.goodput(layout, guess), usd_per_hour(sizer.engine, layout, sizer))
+    # Begun at the wanted rate, the search for goodput says for certain whether that rate is carried.
+    goodput = sizer.goodput(layout, sizer.wanted or guess)
+    return Choice(layout, goodput, usd_per_hour(sizer.engine, layout, sizer), sizer.wanted)
+
+
+def _grown(sizer: Sizer, choice: Choice) -> Choice:
+    """Worker by worker, until the wanted rate is carried: closed forms do not see how pools wait for each other."""
+    for _ in range(MOST_GROWTH):
+        if choice.carries:
+            break
+        layout = choice.layout
+        more = [msgspec.structs.replace(layout, decode=layout.decode + 1)]
+        if layout.split:
+            more.append(msgspec.structs.replace(layout, prefill=layout.prefill + 1))
+        more = [each for each in more if sizer.layout_gpus(each) <= sizer.scenario.hardware.max_gpus]
+        if not more:
+            break
+        grown = [_simulated(sizer, each, choice.goodput) for each in more]
+        choice = max(grown, key=lambda each: (each.carries, each.per_dollar if each.carries else each.goodput))
+    return choice
 
 
 def _refined(sizer: Sizer, best: Choice, layouts: Iterable[Layout]) -> Choice:
-    """The best of it and its variants; a variant has to be better by more than goodput is known to."""
-    found = best
+    """The best of it and its variants; a variant has to be better by more than goodput is known to.
+
+    Where a rate is wanted the variants differ by what they cost, which is known exactly.
+    """
+    found, margin = best, sizer.scenario.search.precision if sizer.wanted is None else 0.0
     for layout in layouts:
         if layout in sizer.tried:
             continue
         choice = _simulated(sizer, layout, best.goodput)
-        if choice.per_dollar > found.per_dollar * (1.0 + sizer.scenario.search.precision):
+        if choice.better_than(found, by=margin):
             found = choice
     return found
 
@@ -105,6 +152,23 @@ def _ratios(sizer: Sizer, layout: Layout) -> Iterable[Layout]:
         moved = msgspec.structs.replace(layout, prefill=layout.prefill + more, decode=layout.decode - more)
         if min(moved.prefill, moved.decode) >= 1 and sizer.layout_gpus(moved) <= sizer.scenario.hardware.max_gpus:
             yield moved
+
+
+def _shrunk(sizer: Sizer, best: Choice) -> Choice:
+    """Worker by worker, as long as the wanted rate is carried: workers together carry more than each alone."""
+    while sizer.wanted is not None:
+        less = _refined(sizer, best, _fewer(best.layout))
+        if less.layout == best.layout:
+            break
+        best = less
+    return best
+
+
+def _fewer(layout: Layout) -> Iterable[Layout]:
+    for prefill, decode in ((1, 0), (0, 1)):
+        less = msgspec.structs.replace(layout, prefill=layout.prefill - prefill, decode=layout.decode - decode)
+        if less.decode >= 1 and less.prefill >= (1 if layout.split else 0):
+            yield less
 
 
 def _different(ranked: list[tuple[Layout, float]], count: int) -> list[tuple[Layout, float]]:

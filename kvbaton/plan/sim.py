@@ -116,7 +116,7 @@ class Simulation:
             handlers[kind](*what)
         for record in self.records.values():
             if not record.lifecycle.ended:  # nobody is left who could serve it
-                self._end(record, Event.REFUSE)
+                self._refuse(record)
         return collect(self.spec, self.records.values(), self.fleet, self.gaps, self.now_s, self.wire_bytes)
 
     def _heard(self, record: Record) -> None:
@@ -152,9 +152,9 @@ class Simulation:
             return True
         members = list(self.fleet.views(record, self._index, self.now_s))
         view = RequestView(
-            num_prompt_tokens=record.prompt_tokens,
+            num_prompt_tokens=record.to_prefill,
             num_prompts=1,
-            longest_prompt_tokens=record.prompt_tokens,
+            longest_prompt_tokens=record.to_prefill,
             max_total_tokens=record.prompt_tokens + record.output_tokens,
         )
         while True:
@@ -164,9 +164,9 @@ class Simulation:
                     view, members, self.spec.policy, self._turn, self.spec.split, record.prefill_failed, self._costs
                 )
             except NoWorker:
-                if self.fleet.anybody_to_come:
+                if self.fleet.anybody_to_come and record.lifecycle.state is State.ADMITTED:
                     return False
-                self._end(record, Event.REFUSE)
+                self._refuse(record)  # as live: one that lost its worker is not kept waiting for another to start
                 return True
             try:
                 self._place(record, decision)
@@ -176,14 +176,14 @@ class Simulation:
                 if all(each.role == "prefill" for each in members):
                     return False
             except LocalError:
-                self._end(record, Event.REFUSE)  # it can never fit there
+                self._refuse(record)  # it can never fit there
                 return True
         record.lifecycle.on(Event.DISPATCH)
         record.attempt += 1
         record.reason = decision.reason
         cached, work_s = decision.foretold_cached_tokens, decision.terms.get("prefill_s", 0.0)
         sent = self.fleet.workers[decision.prefill or decision.decode].sent
-        sent.prompt(record.request_id, max(1, record.prompt_tokens - cached), cached, 1, self.now_s, work_s)
+        sent.prompt(record.request_id, max(1, record.to_prefill - cached), cached, 1, self.now_s, work_s)
         names = (decision.prefill, decision.decode)
         self._index.dispatched(record, [self.fleet.workers[name] for name in names if name is not None])
         return True
@@ -226,7 +226,7 @@ class Simulation:
         try:
             self._enqueue(worker, record, mode, attempt)
         except LocalError:
-            self._end(record, Event.REFUSE)
+            self._refuse(record)
 
     def _enqueue(self, worker: SimWorker, record: Record, mode: Mode, attempt: int) -> None:
         """To the scheduler, at once or when what the worker's host tier holds of the prompt is loaded."""
@@ -250,13 +250,13 @@ class Simulation:
             worker.scheduler.add(self._sequence(record, mode))
         except LocalError:
             self._release(record)
-            self._end(record, Event.REFUSE)
+            self._refuse(record)
             return
         self._kick(worker)
 
     def _sequence(self, record: Record, mode: Mode) -> Sequence:
-        request = GenerateRequest(record.request_id, (), SamplingParams(max_tokens=record.output_tokens))
-        return Sequence(request, mode, record.prompt_tokens, record.hashes)
+        request = GenerateRequest(record.request_id, (), SamplingParams(max_tokens=record.to_generate))
+        return Sequence(request, mode, record.to_prefill, record.hashes)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class Simulation:
         first = record.ready_s == 0.0
         # What the prefill side found in its own cache is ready as soon as the first chunk starts.
         start = record.have_tokens if first else max(chunk.start, record.have_tokens)
-        if stop == record.prompt_tokens:
+        if stop == record.to_prefill:
             size = source.spec.block_size
             stop = -(-stop // size) * size
         num_bytes = max(0, stop - start) * handoff.token_bytes
@@ -328,13 +328,13 @@ class Simulation:
     def _first_token(self, source: SimWorker, record: Record, seq: Sequence) -> None:
         handoff = self.spec.handoff
         assert handoff is not None
-        record.cached_tokens = seq.num_cached_tokens
+        if not record.replayed_tokens:
+            record.cached_tokens = seq.num_cached_tokens
         record.got_token(self.now_s + handoff.control_s, self.gaps)
-        if record.lifecycle.state is State.DISPATCHED:
-            record.lifecycle.on(Event.FIRST_BYTES)
-        if record.output_tokens == 1:  # answered at once, and nothing needs to arrive
+        record.lifecycle.on(Event.FIRST_BYTES)
+        if record.to_generate == 1:  # answered at once, and nothing needs to arrive
             self._release(record)
-            record.finish_s = record.first_token_s
+            record.finish_s = record.last_token_s
             self._end(record, Event.COMPLETE)
             return
         landed_s = max(record.ready_s, self.now_s) + handoff.control_s
@@ -369,6 +369,14 @@ class Simulation:
         lifecycle.on(event)
         self.num_unfinished -= 1
 
+    def _refuse(self, record: Record) -> None:
+        """Nobody serves it; of one that a worker failed that is a failure."""
+        lifecycle = record.lifecycle
+        if record.first_token_s is not None and lifecycle.state is State.DISPATCHED:
+            lifecycle.on(Event.FIRST_BYTES)
+        failed = record.first_token_s is not None or lifecycle.state is State.RETRYING
+        self._end(record, Event.FAIL if failed else Event.REFUSE)
+
     def _release(self, record: Record) -> None:
         """Free everything the request holds anywhere."""
         for name in dict.fromkeys((record.prefill, record.decode)):
@@ -391,28 +399,45 @@ class Simulation:
         self._drain_queue()
 
     def _down(self, worker: SimWorker, down_s: float) -> None:
-        """A worker dies: its requests are tried elsewhere if nothing was streamed, else they break."""
-        victims = list(worker.active.values())
+        """A worker dies: its requests go on elsewhere, before the first token from the prompt, later behind it."""
+        self._settle(worker)
+        victims = [(record, self._num_generated(record)) for record in worker.active.values()]
         worker.active.clear()
         worker.accepting = False
         worker.reset()
         self._index.forget(worker)
-        for record in victims:
+        for record, generated in victims:
             self._release(record)
-            streamed = record.first_token_s is not None
-            if streamed and record.lifecycle.state is State.DISPATCHED:
-                record.lifecycle.on(Event.FIRST_BYTES)
-            if streamed or not record.lifecycle.may_retry:
-                self._end(record, Event.FAIL)
-                continue
-            self._index.over(record, self.now_s)
-            record.lifecycle.on(Event.RETRY)
-            record.attempt += 1
-            record.tried.add(worker.name)
-            record.prefill_failed = worker.name == record.prefill
-            if self._queue or not self._dispatch(record):
-                self._queue.append(record)
+            self._lost(record, worker, generated)
         self._push(self.now_s + down_s, "up", worker)
+
+    def _num_generated(self, record: Record) -> int:
+        """Output tokens the client has."""
+        seq = self.fleet.workers[record.decode].scheduler.get(record.request_id) if record.decode is not None else None
+        fresh = seq.num_output_tokens if seq is not None else 0
+        if record.prefill is not None and record.lifecycle.state is State.STREAMING:
+            fresh = max(fresh, 1)  # the prefill side's, which the decode side learns of with the last byte
+        return record.replayed_tokens + fresh
+
+    def _lost(self, record: Record, worker: SimWorker, generated: int) -> None:
+        """What the router does about a request whose worker died."""
+        lifecycle = record.lifecycle
+        streamed = record.first_token_s is not None
+        if streamed and lifecycle.state is State.DISPATCHED:
+            lifecycle.on(Event.FIRST_BYTES)
+        if not (lifecycle.may_resume if streamed else lifecycle.may_retry):
+            self._end(record, Event.FAIL)
+            return
+        self._index.over(record, self.now_s)
+        if lifecycle.state is State.STREAMING:  # it went well for a while: others may be back
+            record.tried.clear()
+        lifecycle.on(Event.RESUME if streamed else Event.RETRY)
+        record.replayed_tokens = generated
+        record.attempt += 1
+        record.tried.add(worker.name)
+        record.prefill_failed = worker.name == record.prefill
+        if self._queue or not self._dispatch(record):
+            self._queue.append(record)
 
     def _up(self, worker: SimWorker) -> None:
         worker.accepting = True
@@ -431,7 +456,8 @@ def _hashes(request: TraceRequest, per_block: int, size: int, cache: dict[int, b
     if not per_block:
         return []
     hashes = []
-    for number in range(request.prompt_tokens // size):
+    known = len(request.block_ids) * per_block  # a trace may say less than it could
+    for number in range(min(request.prompt_tokens // size, known)):
         key = request.block_ids[number // per_block] * per_block + number % per_block
         found = cache.get(key)
         if found is None:

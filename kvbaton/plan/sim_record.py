@@ -37,7 +37,7 @@ class Record:
     __slots__ = (
         "arrival_s", "attempt", "cached_tokens", "decode", "exposed_s", "finish_s", "first_token_s", "have_tokens",
         "hashes", "last_token_s", "lifecycle", "max_gap_s", "output_tokens", "prefill", "prefill_failed",
-        "prompt_tokens", "ready_s", "reason", "request_id", "tried", "wire_bytes",
+        "prompt_tokens", "ready_s", "reason", "replayed_tokens", "request_id", "tried", "wire_bytes",
     )  # fmt: skip
 
     def __init__(self, request_id: str, arrival_s: float, prompt_tokens: int, output_tokens: int,
@@ -52,6 +52,7 @@ class Record:
         self.tried: set[str] = set()
         self.reason = ""
         self.prefill: str | None = None
+        self.replayed_tokens = 0  # of the output, that a worker which was lost had generated: prompt to the next one
         self.prefill_failed = False  # the last attempt was given up because its prefill worker was lost
         self.decode: str | None = None
         self.first_token_s: float | None = None
@@ -73,6 +74,15 @@ class Record:
             gaps.add(gap_s, 1)
             self.max_gap_s = max(self.max_gap_s, gap_s)
         self.last_token_s = now_s
+
+    @property
+    def to_prefill(self) -> int:
+        """Tokens that the present attempt has to have in a cache before it generates."""
+        return self.prompt_tokens + self.replayed_tokens
+
+    @property
+    def to_generate(self) -> int:
+        return self.output_tokens - self.replayed_tokens
 
     @property
     def ttft_s(self) -> float | None:

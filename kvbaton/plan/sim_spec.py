@@ -83,6 +83,20 @@ class FleetSpec(msgspec.Struct, frozen=True):
     def num_gpus(self) -> int:
         return sum(pool.num_gpus for pool in self.pools)
 
+    def slower(self, factor: float) -> FleetSpec:
+        """The same fleet on a machine that takes ``factor`` times as long for everything, of either arm alike."""
+        replace, cores, handoff = msgspec.structs.replace, self.shared_cores, self.handoff
+        if cores is not None:
+            waits = {name: getattr(cores, name) * factor for name in ("token_s", "worker_wait_s", "full_wait_s")}
+            cores = replace(cores, **waits)
+        if handoff is not None:
+            handoff = replace(handoff, link=handoff.link.slower(factor), control_s=handoff.control_s * factor)
+        pools = tuple(
+            replace(pool, worker=replace(pool.worker, step=pool.worker.step.slower(factor))) for pool in self.pools
+        )
+        admission_s = self.admission_s * factor
+        return replace(self, pools=pools, handoff=handoff, shared_cores=cores, admission_s=admission_s)
+
     @property
     def split(self) -> bool:
         return any(pool.role == "prefill" and pool.count for pool in self.pools)

@@ -234,7 +234,7 @@ class SimWorker:
                 if first_s - record.last_token_s > record.max_gap_s:
                     record.max_gap_s = first_s - record.last_token_s
             record.last_token_s = end_s
-            if seq.num_output_tokens + steps >= record.output_tokens:
+            if seq.num_tokens + steps >= seq.max_num_tokens:
                 sampled[seq.request_id] = LAST_TOKEN
                 outcome.finished.append(record)
         self._gaps.add(first_s - start_s, smooth)
@@ -253,8 +253,9 @@ class SimWorker:
         if seq.mode == "prefill_only":
             outcome.prefilled.append((record, seq))
             return
-        record.cached_tokens = seq.num_cached_tokens
+        if not record.replayed_tokens:
+            record.cached_tokens = seq.num_cached_tokens
         record.got_token(end_s, self._gaps)
-        if seq.num_output_tokens + 1 >= record.output_tokens:
+        if seq.num_tokens + 1 >= seq.max_num_tokens:
             sampled[seq.request_id] = LAST_TOKEN
             outcome.finished.append(record)

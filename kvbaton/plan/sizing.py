@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 
 import msgspec
+import numpy as np
 
 from kvbaton.plan.closed_forms import workers_for
 from kvbaton.plan.kv_math import Sharding
@@ -21,6 +22,7 @@ from kvbaton.plan.scenario import Engine, Scenario, Slo
 from kvbaton.plan.sim import simulate
 from kvbaton.plan.sim_result import SimResult
 from kvbaton.plan.sim_spec import FleetSpec, PoolSpec, WorkerSpec
+from kvbaton.plan.trace_stats import describe
 from kvbaton.plan.workload import Trace
 from kvbaton.router.policy import PolicyConfig
 from kvbaton.types import LocalError
@@ -29,6 +31,7 @@ Progress = Callable[[str], None]
 DEFAULT_BLOCK = 64  # tokens; coarse blocks make simulation fast and waste half a block a sequence
 STEADY_LIVES = 2.5  # a run must last so many request lifetimes
 MOST_REQUESTS = 12_000
+ON_DECODE_GPUS = "colocated on decode GPUs"
 INSTANT = LinkModel(0.0, 1e18, "no transfer")
 
 
@@ -43,6 +46,7 @@ class Layout(msgspec.Struct, frozen=True):
     decode_budget: int
     threshold: int = 0
     cache_gb: float = 0.0  # host memory for the cache, for each GPU of those workers that compute prompts
+    decode_gpus: bool = False  # a single pool on the kind of GPU that the decode pool of a split has
 
     @property
     def split(self) -> bool:
@@ -56,7 +60,8 @@ class Layout(msgspec.Struct, frozen=True):
     def label(self) -> str:
         tier = f", {self.cache_gb:g} GB host cache a GPU" if self.cache_gb else ""
         if not self.split:
-            return f"{self.decode} colocated x {self.decode_sharding.label}, budget {self.decode_budget:,}{tier}"
+            where = " on decode GPUs" if self.decode_gpus else ""
+            return f"{self.decode} colocated x {self.decode_sharding.label}{where}, budget {self.decode_budget:,}{tier}"
         return (
             f"{self.prefill} prefill x {self.prefill_sharding.label}, budget {self.prefill_budget:,}{tier} + "
             f"{self.decode} decode x {self.decode_sharding.label}, threshold {self.threshold:,}"
@@ -67,8 +72,13 @@ class Layout(msgspec.Struct, frozen=True):
 class Sizer:
     """Simulates layouts of one scenario; counts and reports what it does."""
 
-    def __init__(self, scenario: Scenario, trace: Trace, engine: Engine, progress: Progress) -> None:
+    def __init__(
+        self, scenario: Scenario, trace: Trace, engine: Engine, progress: Progress, wanted: float | None = None
+    ) -> None:
+        """``wanted``: the rate to carry, headroom included; None: the scenario's, if it has one."""
         self.scenario = scenario
+        rate = scenario.workload.rate
+        self.wanted = wanted if wanted is not None or rate is None else rate * (1.0 + headroom(trace, rate))
         self.trace = trace
         self.engine = engine
         self.num_simulations = 0
@@ -80,13 +90,13 @@ class Sizer:
         self.block_size = chosen or trace.block_tokens or DEFAULT_BLOCK
 
     def with_engine(self, engine: Engine, trace: Trace | None = None) -> Sizer:
-        return Sizer(self.scenario, trace or self.trace, engine, self._progress)
+        return Sizer(self.scenario, trace or self.trace, engine, self._progress, self.wanted)
 
     # -- fleets ----------------------------------------------------------------------------------------------------
 
     def fleet(self, layout: Layout) -> FleetSpec:
         if not layout.split:
-            both = self._worker(layout.decode_sharding, layout.decode_budget, False, layout.cache_gb)
+            both = self._worker(layout.decode_sharding, layout.decode_budget, layout.decode_gpus, layout.cache_gb)
             return FleetSpec((PoolSpec("both", layout.decode, both),), admission_s=self.engine.admission_s)
         decode = self._worker(layout.decode_sharding, layout.decode_budget, True)
         prefill = self._worker(layout.prefill_sharding, layout.prefill_budget, False, layout.cache_gb)
@@ -171,7 +181,7 @@ class Sizer:
         return self._goodputs[key]
 
     def _phase_goodput(self, phase: str, sharding: Sharding, budget: int) -> float:
-        worker = self._worker(sharding, budget, phase == "decode")
+        worker = self._worker(sharding, budget, phase in ("decode", ON_DECODE_GPUS))
         trace = self._sample(1)
         if phase == "prefill":
             # The first token only; the time a token costs later is not this worker's business.
@@ -219,29 +229,51 @@ class Sizer:
         return tuple(size for size in self.scenario.search.cache_tiers_gb if size > 0 and self.trace.block_tokens)
 
     def colocated_layouts(self) -> Iterator[tuple[Layout, float]]:
-        """(layout, estimated goodput), largest fleets the budget allows."""
-        most = self.scenario.hardware.max_gpus
-        for sharding, budget in product(self.shardings(), self.scenario.search.chunk_budgets):
-            rate = self.phase_goodput("colocated", sharding, budget)
+        """(layout, estimated goodput): the largest fleets the budget allows, or with a rate wanted those it takes."""
+        most, hardware = self.scenario.hardware.max_gpus, self.scenario.hardware
+        phases = ["colocated", ON_DECODE_GPUS] if hardware.decode_gpu not in (None, hardware.gpu) else ["colocated"]
+        for phase, sharding, budget in product(phases, self.shardings(), self.scenario.search.chunk_budgets):
+            rate = self.phase_goodput(phase, sharding, budget)
             count = most // self.gpus(sharding)
+            if rate > 0 and self.wanted is not None:
+                count = min(count, workers_for(self.wanted, rate))
             if rate > 0 and count:
-                yield Layout(0, count, sharding, sharding, budget, budget), rate * count
+                there = phase == ON_DECODE_GPUS
+                yield Layout(0, count, sharding, sharding, budget, budget, decode_gpus=there), rate * count
+
+    def fitting_singles(self) -> Iterator[Layout]:
+        """Single pools of all GPUs, whatever they carry."""
+        for sharding, budget in product(self.shardings(), self.scenario.search.chunk_budgets):
+            try:
+                self._worker(sharding, budget, False)
+            except LocalError:
+                continue
+            count = self.scenario.hardware.max_gpus // self.gpus(sharding)
+            yield Layout(0, count, sharding, sharding, budget, budget)
 
     def split_layouts(self) -> Iterator[tuple[Layout, float]]:
-        """(layout, estimated goodput) for every pair of pools that fits the budget."""
+        """(layout, estimated goodput) for every pair of pools that fits the budget.
+
+        With a rate wanted: n = ceil(rate / g_p) and m = ceil(rate / g_d) where the budget has room for them.
+        """
         most, search = self.scenario.hardware.max_gpus, self.scenario.search
+        last = max(search.chunk_budgets)
         for sharding, budget, other in product(self.shardings(), search.chunk_budgets, self.shardings(decode=True)):
             prefill = self.phase_goodput("prefill", sharding, budget)
-            decode = self.phase_goodput("decode", other, max(search.chunk_budgets))
+            decode = self.phase_goodput("decode", other, last)
             if prefill <= 0 or decode <= 0:
                 continue
-            for count in range(1, most // self.gpus(sharding) + 1):
+            counts = range(1, most // self.gpus(sharding) + 1)
+            if self.wanted is not None:
+                count, useful = workers_for(self.wanted, prefill), workers_for(self.wanted, decode)
+                if count * self.gpus(sharding) + useful * self.gpus(other) <= most:
+                    counts = range(count, count + 1)
+            for count in counts:
                 left = (most - count * self.gpus(sharding)) // self.gpus(other)
                 if left < 1:
                     continue
-                useful = min(left, workers_for(count * prefill, decode))
-                layout = Layout(count, useful, sharding, other, budget, max(search.chunk_budgets))
-                yield layout, min(count * prefill, useful * decode)
+                useful = min(left, workers_for(min(count * prefill, self.wanted or count * prefill), decode))
+                yield Layout(count, useful, sharding, other, budget, last), min(count * prefill, useful * decode)
 
     def gpus(self, sharding: Sharding) -> int:
         """GPUs (or core sets) of one worker."""
@@ -254,6 +286,12 @@ class Sizer:
 
     def layout_gpus(self, layout: Layout) -> int:
         return layout.prefill * self.gpus(layout.prefill_sharding) + layout.decode * self.gpus(layout.decode_sharding)
+
+
+def headroom(trace: Trace, rate_per_s: float, window_s: float = 60.0) -> float:
+    """Share kept free so that nine minutes of ten, drawn at the trace's burstiness, stay below capacity."""
+    burstiness = max(describe(trace).gap_cv, 0.1)
+    return float(min(0.5, 1.28 * burstiness / np.sqrt(max(1.0, rate_per_s * window_s))))
 
 
 def settled_attainment(result: SimResult, slo: Slo) -> float:

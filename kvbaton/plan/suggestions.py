@@ -22,6 +22,9 @@ LEAST_GAIN = 0.01  # below it a thing is listed, but not called a gain
 
 def cheaper(sizer: Sizer, layout: Layout, goodput: float) -> tuple[Suggestion, ...]:
     """Things to try first. ``layout`` is the tuned single pool, ``goodput`` what it carries."""
+    if goodput <= 0:
+        what = "GPUs that keep both limits, or a looser limit"
+        return (Suggestion(what, "no single pool of those given keeps them at any rate", "simulated"),)
     found: Ranked = [*_budget(sizer, layout), *_sharding(sizer, layout), *_tier(sizer, layout)]
     found += _eight_bits(sizer, layout, goodput)
     found += _affinity(sizer, layout, goodput)
@@ -63,7 +66,8 @@ def _tier(sizer: Sizer, layout: Layout) -> Ranked:
         return []
     what = "add a cache tier in host memory or on disk"
     try:
-        worker = sizer.engine.worker(layout.decode_sharding, layout.decode_budget, sizer.block_size)
+        where = layout.decode_gpus
+        worker = sizer.engine.worker(layout.decode_sharding, layout.decode_budget, sizer.block_size, where)
     except LocalError as error:
         return [(0.0, Suggestion(what, str(error), "not evaluated"))]
     now = worker.num_blocks * worker.block_size

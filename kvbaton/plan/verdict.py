@@ -11,21 +11,23 @@ Knows nothing about files or how answers look.
 from __future__ import annotations
 
 from math import ceil
+from random import Random
 
 import msgspec
 import numpy as np
 
 from kvbaton.plan import conditions, suggestions
-from kvbaton.plan.answer import Answer, Arm, Band, Cost, Sensitivity, Uncertain, VerdictWord
+from kvbaton.plan.answer import Answer, Arm, Band, Cost, Sensitivity, Spread, Uncertain, VerdictWord
 from kvbaton.plan.closed_forms import cost_per_million_usd, workers_for
-from kvbaton.plan.scenario import Engine, Knob, Scenario, trace_of
-from kvbaton.plan.search import Choice, best_single, best_split, dimensions, drift_band, usd_per_hour
-from kvbaton.plan.sim_result import SimResult
+from kvbaton.plan.scenario import Engine, Knob, Scenario, trace_of, with_prefixes
+from kvbaton.plan.search import Choice, best_single, best_split, dimensions, drift_band, served, usd_per_hour
+from kvbaton.plan.sim_result import Percentiles, SimResult
 from kvbaton.plan.sizing import Layout, Progress, Sizer, settled_attainment
 from kvbaton.plan.trace_stats import describe
 from kvbaton.plan.workload import Trace
 from kvbaton.types import LocalError
 
+MOST_ADVANTAGE = 10.0
 KNOBS: tuple[tuple[Knob, str], ...] = (
     ("compute", "time of a token (prefill speed)"),
     ("memory", "time to read cached tokens (decode speed at long contexts)"),
@@ -48,30 +50,33 @@ class Decision(msgspec.Struct, frozen=True):
 
 def decide(sizer: Sizer) -> Decision:
     """The best of each arm, held against each other, with every uncertain constant turned."""
-    single = best_single(sizer)
+    single, pair = best_single(sizer), best_split(sizer)
+    if single is None and pair is None:
+        raise LocalError("no fleet of either kind meets the limits", field="slo", fix="looser limits or other GPUs")
     if single is None:
-        raise LocalError("no single-pool fleet meets the limits", field="slo", fix="looser limits or other GPUs")
-    pair = best_split(sizer)
+        assert pair is not None
+        single = _closest_single(sizer, pair)
     uncertain = _turn_knobs(sizer, single, pair) if pair is not None else ()
-    ratio = pair.per_dollar / single.per_dollar if pair is not None else None
+    ratio = _ratio(pair.per_dollar, single.per_dollar) if pair is not None else None
     return Decision(single, pair, ratio, uncertain, *_decide(sizer.scenario, sizer.engine, ratio, uncertain))
 
 
 def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
     """Everything ``kvbaton plan`` says."""
     engine, trace = Engine(scenario), trace_of(scenario)
-    scenario = _right_sized(scenario, engine, trace, progress)
-    engine = Engine(scenario)
     sizer = Sizer(scenario, trace, engine, progress)
     decision = decide(sizer)
     single, pair, ratio, uncertain = decision.single, decision.pair, decision.ratio, decision.uncertain
-    rate = scenario.workload.rate or 0.8 * max(single.goodput, pair.goodput if pair else 0.0)
-    arms = [_arm(sizer, choice, min(rate, choice.goodput)) for choice in (single, pair) if choice is not None]
+    most = max(single.goodput, pair.goodput if pair else 0.0)
+    rate = scenario.workload.rate or 0.8 * most
+    # One that carries nothing is shown at the rate that the other carries.
+    arms = [_arm(sizer, each, min(rate, each.goodput or most)) for each in (single, pair) if each is not None]
     values = [each.advantage for each in uncertain] + ([ratio] if ratio is not None else [])
     split = arms[1] if pair is not None else None
     stats = describe(trace)
     searched = dimensions(sizer, single, pair)
     lines = _sensitivity(sizer, single, pair) if scenario.search.sensitivity and pair is not None else ()
+    used = max(sizer.layout_gpus(each.layout) for each in (single, pair) if each is not None)
     return Answer(
         name=scenario.name,
         verdict=decision.verdict,
@@ -80,7 +85,7 @@ def plan(scenario: Scenario, progress: Progress = lambda line: None) -> Answer:
         advantage=ratio,
         advantage_band=Band(min(values), max(values)) if values else None,
         margin=scenario.search.margin,
-        num_gpus=scenario.hardware.max_gpus,
+        num_gpus=scenario.hardware.max_gpus if sizer.wanted is None else used,
         slo=_slo_text(scenario),
         ttft_s=scenario.slo.ttft_ms / 1e3,
         tpot_s=scenario.slo.tpot_ms / 1e3,
@@ -109,24 +114,14 @@ def _slo_text(scenario: Scenario) -> str:
     return f"{slo.attainment:.0%} of requests: TTFT <= {slo.ttft_ms:g} ms and TPOT <= {slo.tpot_ms:g} ms"
 
 
-def _right_sized(scenario: Scenario, engine: Engine, trace: Trace, progress: Progress) -> Scenario:
-    """With a rate wanted: the fewest GPUs with which either arm serves it, headroom for variance included."""
-    rate = scenario.workload.rate
-    if rate is None:
-        return scenario
-    sizer = Sizer(scenario, trace, engine, progress)
-    wanted = rate * (1.0 + headroom(trace, rate))
-    needs = [need for need in (gpus_needed(sizer, wanted, split) for split in (False, True)) if need is not None]
-    most = scenario.hardware.max_gpus
-    fewest = min([need for need in needs if need <= most], default=most)
-    hardware = msgspec.structs.replace(scenario.hardware, max_gpus=fewest)
-    return msgspec.structs.replace(scenario, hardware=hardware)
-
-
-def headroom(trace: Trace, rate_per_s: float, window_s: float = 60.0) -> float:
-    """Share kept free so that nine minutes of ten, drawn at the trace's burstiness, stay below capacity."""
-    burstiness = max(describe(trace).gap_cv, 0.1)
-    return float(min(0.5, 1.28 * burstiness / np.sqrt(max(1.0, rate_per_s * window_s))))
+def _closest_single(sizer: Sizer, pair: Choice) -> Choice:
+    """The single pool that comes closest to the limits, where none meets them at any rate."""
+    layouts = list(sizer.fitting_singles())
+    if not layouts:
+        raise LocalError("the model fits no worker", field="search.tp", fix="more tensor parallel ranks, or fewer bits")
+    slo = sizer.scenario.slo
+    best = max(layouts, key=lambda each: settled_attainment(sizer.run(each, pair.goodput), slo))
+    return Choice(best, 0.0, usd_per_hour(sizer.engine, best, sizer), sizer.wanted)
 
 
 def gpus_needed(sizer: Sizer, rate: float, split: bool) -> int | None:
@@ -150,13 +145,18 @@ def gpus_needed(sizer: Sizer, rate: float, split: bool) -> int | None:
 # -- deciding ------------------------------------------------------------------------------------------------------
 
 
+def _ratio(split: float, single: float) -> float:
+    """Capped: next to a rival that carries nothing, or hardly anything, no ratio means more."""
+    if single <= 0:
+        return MOST_ADVANTAGE if split > 0 else 1.0
+    return min(MOST_ADVANTAGE, split / single)
+
+
 def _advantage(sizer: Sizer, single: Choice, pair: Choice) -> float:
     """Goodput per dollar of the split over the single pool's, for the same layouts under another engine or trace."""
-    alone = sizer.goodput(single.layout, single.goodput)
+    alone = sizer.goodput(single.layout, single.goodput or pair.goodput)
     both = sizer.goodput(pair.layout, pair.goodput)
-    if alone <= 0:
-        return float("inf") if both > 0 else 1.0
-    return both / pair.usd_per_hour / (alone / single.usd_per_hour)
+    return _ratio(served(both, sizer.wanted) / pair.usd_per_hour, served(alone, sizer.wanted) / single.usd_per_hour)
 
 
 def _turn_knobs(sizer: Sizer, single: Choice, pair: Choice) -> tuple[Uncertain, ...]:
@@ -178,13 +178,16 @@ def _decide(scenario: Scenario, engine: Engine, ratio: float | None, uncertain: 
     bar = 1.0 + scenario.search.margin
     if ratio is None:
         return "stay", "no split fits the GPUs or meets the limits", ()
-    text = f"the split carries {ratio:.2f} times the tuned single pool's goodput for a dollar"
+    of = "" if scenario.workload.rate is None else f" of {scenario.workload.rate:g} requests/s with headroom,"
+    text = f"the split carries{of} {ratio:.2f} times the tuned single pool's goodput for a dollar"
+    if ratio >= MOST_ADVANTAGE:
+        text = "the single pool carries next to nothing within the limits"
     crossing = [each for each in uncertain if (each.advantage >= bar) != (ratio >= bar)]
     if crossing:
         worst = sorted(crossing, key=lambda each: abs(each.advantage - bar), reverse=True)
         measure = tuple(dict.fromkeys(each.what for each in worst))
         how = f"but {worst[0].advantage:.2f} if the {worst[0].what} is {worst[0].factor - 1:+.0%}"
-        kind = "measured" if engine.profile is not None else "assumed"
+        kind = "measured" if engine.measured else "assumed"
         return "not enough evidence", f"{text}, {how} ({kind}); the bar is {bar:.2f}", measure
     if ratio >= bar:
         return "split", f"{text}, and at least {bar:.2f} whichever constant is off", ()
@@ -203,13 +206,16 @@ def _sensitivity(sizer: Sizer, single: Choice, pair: Choice) -> tuple[Sensitivit
         bare = tuple(msgspec.structs.replace(each, block_ids=()) for each in sizer.trace.requests)
         cases.append(("no prefix cache hits", sizer.with_engine(sizer.engine,
                       msgspec.structs.replace(sizer.trace, requests=bare, block_tokens=None))))  # fmt: skip
+    else:
+        shared = with_prefixes(sizer.trace, 0.5, Random(sizer.scenario.workload.seed))
+        cases.append(("half of each prompt in the prefix cache", sizer.with_engine(sizer.engine, shared)))
     lines = []
     for change, other in cases:
         other.block_size = sizer.block_size
         value = _advantage(other, single, pair)
         sizer.num_simulations += other.num_simulations
         lines.append(Sensitivity(change, value, "split" if value >= bar else "stay"))
-    base = pair.per_dollar / single.per_dollar
+    base = _ratio(pair.per_dollar, single.per_dollar)
     prefill = pair.layout.prefill * sizer.gpus(pair.layout.prefill_sharding) * sizer.engine.price()
     dearer = base * pair.usd_per_hour / (pair.usd_per_hour + 0.5 * prefill)
     lines.append(Sensitivity("prefill GPUs half as dear again", dearer, "split" if dearer >= bar else "stay"))
@@ -222,15 +228,12 @@ def _sensitivity(sizer: Sizer, single: Choice, pair: Choice) -> tuple[Sensitivit
 def _arm(sizer: Sizer, choice: Choice, rate: float) -> Arm:
     layout, doubt = choice.layout, sizer.scenario.engine.uncertainty
     result = sizer.run(layout, rate)
-    ttft, tpot = [result.ttft.p90], [result.tpot.p90]
-    for knob in ("compute", "memory", "fixed"):
-        if doubt > 0:
-            other = sizer.with_engine(sizer.engine.with_knob(knob, 1.0 + doubt)).run(layout, rate)
-            for values, now, slower in (
-                (ttft, result.ttft.p90, other.ttft.p90),
-                (tpot, result.tpot.p90, other.tpot.p90),
-            ):
-                values += [slower, now * now / slower if slower else now]  # as much faster as it was slower
+    runs = [result]
+    knobs: tuple[Knob, ...] = ("compute", "memory", "fixed", "link") if layout.split else ("compute", "memory", "fixed")
+    for knob in knobs if doubt > 0 else ():
+        for factor in (1.0 + doubt, 1.0 / (1.0 + doubt)):
+            runs.append(sizer.with_engine(sizer.engine.with_knob(knob, factor)).run(layout, rate))
+            sizer.num_simulations += 1
     wanted = sizer.scenario.workload.rate
     return Arm(
         layout=layout,
@@ -243,14 +246,22 @@ def _arm(sizer: Sizer, choice: Choice, rate: float) -> Arm:
         attainment=settled_attainment(result, sizer.scenario.slo),
         ttft=result.ttft,
         tpot=result.tpot,
-        ttft_p90_band=Band(min(ttft), max(ttft)),
-        tpot_p90_band=Band(min(tpot), max(tpot)),
+        ttft_band=_spread([each.ttft for each in runs]),
+        tpot_band=_spread([each.tpot for each in runs]),
         p99_gap_s=result.p99_gap_s,
         p90_exposed_s=float(np.percentile(result.exposed_s, 90)) if result.exposed_s else 0.0,
         token_hit=result.token_hit,
         pools=result.pools,
         cost=_cost(sizer, layout, result),
     )
+
+
+def _spread(seen: list[Percentiles]) -> Spread:
+    low, high = (
+        Percentiles(**{name: end(getattr(each, name) for each in seen) for name in Percentiles.__struct_fields__})
+        for end in (min, max)
+    )
+    return Spread(low, high)
 
 
 def _cost(sizer: Sizer, layout: Layout, result: SimResult) -> Cost:

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -89,8 +90,11 @@ def read_trace(path: str | Path, rng: Random | None = None, block_tokens: int = 
     path = Path(path)
     if not path.is_file():
         raise LocalError(f"no such trace {path}", field="workload.trace")
-    with path.open() as lines:
-        first = lines.readline().strip()
+    try:
+        with path.open() as lines:
+            first = lines.readline().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LocalError(f"cannot read {path}: {error}", field="workload.trace") from None
     if not first:
         raise LocalError(f"{path} is empty", field="workload.trace")
     rows = _jsonl_rows(path) if first.startswith("{") else _csv_rows(path)
@@ -99,24 +103,31 @@ def read_trace(path: str | Path, rng: Random | None = None, block_tokens: int = 
 
 
 def _jsonl_rows(path: Path) -> Iterable[Mapping[str, Any]]:
-    with path.open() as lines:
+    with path.open(errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield json.loads(line)
-                except ValueError as error:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
                     raise LocalError(f"{path}:{number} is not JSON: {error}", field="workload.trace") from None
+                if not isinstance(row, dict):
+                    raise LocalError(f"{path}:{number} is no JSON object", field="workload.trace")
+                yield row
 
 
 def _csv_rows(path: Path) -> Iterable[Mapping[str, Any]]:
     with path.open(newline="") as lines:
-        yield from csv.DictReader(lines)
+        try:
+            yield from csv.DictReader(lines)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise LocalError(f"{path} is no table: {error}", field="workload.trace") from None
 
 
 def _azure_time_s(text: str) -> float:
     return datetime.fromisoformat(text[:26]).replace(tzinfo=UTC).timestamp()
 
 
+MOST_ID = (1 << 63) - 1
 # (arrival, prompt, output) column names and how to read the arrival.
 COLUMNS: tuple[tuple[str | None, str, str, Callable[[Any], float]], ...] = (
     ("timestamp", "input_length", "output_length", lambda ms: float(ms) / 1e3),  # Mooncake
@@ -137,9 +148,13 @@ def _build(name: str, rows: Iterable[Mapping[str, Any]], block_tokens: int) -> T
         arrival, prompt, output, read_time = columns
         try:
             arrival_s = 0.0 if arrival is None else read_time(row[arrival])
-            ids = tuple(row.get("hash_ids") or ())
+            ids = tuple(map(int, row.get("hash_ids") or ()))
             requests.append(TraceRequest(arrival_s, int(row[prompt]), int(row[output]), ids))
-        except (KeyError, TypeError, ValueError) as error:
+            if not isfinite(arrival_s) or requests[-1].prompt_tokens < 0 or requests[-1].output_tokens < 0:
+                raise ValueError("times are finite and lengths not negative")
+            if any(not -MOST_ID <= each <= MOST_ID for each in ids):
+                raise ValueError("hash_ids are numbers of 63 bits")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise LocalError(f"{name}, row {number}: {error!r}", field="workload.trace") from None
     if columns is None:
         raise LocalError(f"{name} has no rows", field="workload.trace")

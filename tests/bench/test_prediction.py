@@ -11,7 +11,7 @@ import pytest
 from kvbaton.bench.arms import Arm
 from kvbaton.bench.compare import CompareSpec, compare
 from kvbaton.bench.cost import Fleet
-from kvbaton.bench.prediction import fleet_spec, predict, trace_of_run
+from kvbaton.bench.prediction import FIGURES, fleet_spec, predict, trace_of_run
 from kvbaton.bench.report import write_reports
 from kvbaton.bench.samples import ClientReport, RequestSample, Run, RunFooter, RunHeader
 from kvbaton.bench.scripted import ScriptedServer, even_script
@@ -64,11 +64,18 @@ def measured(arm: Arm, load: LoadSpec, slower: float = 1.0) -> Run:
 @pytest.mark.parametrize("slower", [1.0, 1.25])
 def test_the_error_is_what_the_run_was_slower_by(arm: Arm, slower: float) -> None:
     found, notes = predict(arm, 3.0, [measured(arm, LOAD, slower)], PROFILE)
-    assert [each.name for each in found] == ["p50 TTFT", "p95 TTFT", "p50 TPOT", "p95 TPOT"]
+    assert [each.name for each in found] == [f"{how} {what}" for what in ("TTFT", "TPOT") for how in FIGURES]
     assert notes == []
     for each in found:
         assert each.error == pytest.approx(1 / slower - 1.0, abs=1e-6)
         assert each.predicted_ms > 1.0
+
+
+def test_the_runs_of_an_arm_stand_beside_what_they_are_pooled_to() -> None:
+    runs = [measured(SINGLE, LOAD, slower) for slower in (1.0, 1.5)]
+    for each in predict(SINGLE, 3.0, runs, PROFILE)[0]:
+        assert each.runs_ms[1] == pytest.approx(1.5 * each.runs_ms[0])
+        assert each.runs_ms[0] <= each.measured_ms <= each.runs_ms[1]
 
 
 def test_flags_and_topology_are_the_runs_own() -> None:
@@ -114,7 +121,7 @@ async def test_the_report_has_the_error(tmp_path: Path) -> None:
         found = await compare(spec, lambda line: None, lambda progress: None)
     html, text, data = (path.read_text() for path in write_reports(found, tmp_path))
     rows = json.loads(data)["simulated"]["predictions"]
-    assert len(rows) == 8
+    assert len(rows) == 12
     for row in rows:
         assert row["error"] == pytest.approx(row["predicted_ms"] / row["measured_ms"] - 1.0)
     for page in (html, text):

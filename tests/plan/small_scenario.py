@@ -10,7 +10,7 @@ from kvbaton.plan.profile_file import Origin, ProfileFile, WorkerLimits, write_p
 from kvbaton.plan.step_time import StepModel
 
 
-def profile_scenario(folder: Path, link: float = 2e10, **workload: object) -> Path:
+def profile_scenario(folder: Path, link: float = 2e10, max_gpus: int = 3, **workload: object) -> Path:
     """A small measured worker, so that a whole plan takes seconds."""
     profile = ProfileFile(
         origin=Origin(engine="kvbaton", engine_version="1", model_id="m", model_revision="r", hardware="test"),
@@ -33,7 +33,7 @@ profile = "profile.json"
 engine_version = "2"
 uncertainty = 0.1
 [hardware]
-max_gpus = 3
+max_gpus = {max_gpus}
 [search]
 chunk_budgets = [512]
 thresholds = [0]

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from kvbaton.plan.advise import StepPrice, advise, from_records, parse_metrics, window
+from kvbaton.plan.advise import StepPrice, advise, parse_metrics, window
+from kvbaton.plan.advise_log import from_lines
 from kvbaton.types import LocalError
 
 GAP_EDGES = (0.01, 0.05, 0.1, 0.5)
@@ -127,12 +128,12 @@ def test_records() -> None:
                     "tpot_s": 0.02, "max_gap_s": 0.2, "finished_at_s": float(n)})
         for n in range(50)
     ]  # fmt: skip
-    advice = advise(from_records(lines, 2), PRICE)
+    advice = advise(from_lines(lines, 2), PRICE)
     assert advice.miss_share == pytest.approx(0.75)
     assert advice.uncached_tokens == pytest.approx(1_500)
     assert advice.queue_share_of_ttft == pytest.approx(0.25)
     with pytest.raises(LocalError, match="no request records"):
-        from_records([], 1)
+        from_lines([], 1)
 
 
 def test_a_scrape_of_something_else_is_refused() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.kv.layout import KVLayout
-from kvbaton.plan.hardware import FABRICS
+from kvbaton.plan.hardware import FABRICS, gpu
 from kvbaton.plan.kv_math import KVCost, KVFormat, Sharding, kv_format, rank_heads
+from kvbaton.plan.kv_report import describe
 from kvbaton.plan.model_presets import MODEL_PRESETS, preset
 from kvbaton.plan.model_shape import ModelShape, parse_config
 from kvbaton.types import LocalError
@@ -220,3 +221,46 @@ def test_unknown_dtype_is_named() -> None:
     with pytest.raises(LocalError, match="int3"):
         kv_format("int3", preset("Llama-3.1-8B"))
     assert KVFormat("x", 4, 1, 16).bytes_for(128, 1) == 64 + 8
+
+
+NONSENSE = ("abc", -1, 0, 1.5, True, [], [1, "x"], {"a": 1}, 10**12)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "DeepSeek-V3", "Qwen3-Next-80B-A3B", "Jamba-1.5-Mini"])
+def test_nonsense_in_any_field_is_an_error_or_harmless(name: str) -> None:
+    """Whatever stands in a field: an error that names it, or a whole answer, and never one with other sizes unnamed."""
+    good = MODEL_PRESETS[name]
+    for field in good:
+        for value in NONSENSE:
+            try:
+                shape = parse_config({**good, field: value})
+                answer = describe(cost(shape), (1_000,), gpu("H100"), 16, (FABRICS["100G"],))
+            except LocalError as error:
+                assert error.field is not None
+                continue
+            assert answer.token_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"num_kv_shared_layers": -3}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 32}, "num_kv_shared_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"full_attention_interval": "4"}, "full_attention_interval"),
+        ({"attn_layer_period": 0, "attn_layer_offset": 4}, "attn_layer_period"),
+        ({"layer_types": 7}, "layer_types"),
+        ({"per_layer_config": [1]}, "per_layer_config"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(extra: dict[str, object], says: str) -> None:
+    with pytest.raises(LocalError) as caught:
+        parse_config(config(**{"linear_num_value_heads": 4, **extra}))
+    assert says in str(caught.value.field)
+
+
+def test_an_unknown_dtype_of_the_state_is_named() -> None:
+    shape = parse_config({**MODEL_PRESETS["Qwen3-Next-80B-A3B"], "mamba_ssm_dtype": "float17"})
+    with pytest.raises(LocalError) as caught:
+        cost(shape).fixed_bytes  # noqa: B018
+    assert caught.value.field == "mamba_ssm_dtype"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
+from plan.small_scenario import profile_scenario
 
+from kvbaton.plan import report_html, report_text
 from kvbaton.plan.answer import Answer
-from kvbaton.plan.scenario import Engine, Scenario, parse, trace_of
+from kvbaton.plan.hardware import GpuNumbers, gpu
+from kvbaton.plan.kv_math import Sharding
+from kvbaton.plan.scenario import Engine, Scenario, load, parse, trace_of
 from kvbaton.plan.search import Choice, best_single, best_split, drift_band, usd_per_hour
-from kvbaton.plan.sizing import Sizer
-from kvbaton.plan.verdict import plan
+from kvbaton.plan.sizing import Layout, Sizer
+from kvbaton.plan.verdict import MOST_ADVANTAGE, plan
 from kvbaton.types import LocalError
 
 
@@ -79,7 +86,7 @@ def test_decode_has_its_own_parallelism() -> None:
 def test_a_trace_without_block_ids_has_no_tier_to_try() -> None:
     wanted = parse({"workload": {"prompt_tokens": 10, "output_tokens": 10}, "model": {"preset": "Llama-3.1-8B"}})
     assert Sizer(wanted, trace_of(wanted), Engine(wanted), lambda line: None).tiers_gb() == ()
-    with pytest.raises(LocalError, match="cache tiers"):
+    with pytest.raises(LocalError, match="cache_tiers_gb"):
         scenario(cache_tiers_gb=[-1])
 
 
@@ -106,3 +113,87 @@ def test_the_drift_band_is_where_the_limits_are_missed() -> None:
     assert not sizer.with_engine(sizer.engine, too_long).holds(pair.layout, rate, too_long)
     idle = drift_band(sizer, Choice(pair.layout, pair.goodput, pair.usd_per_hour), 0.3 * pair.goodput, now)
     assert idle.high >= band.high  # the less of the fleet is used, the more the workload may move
+
+
+def test_a_wanted_rate_gets_the_cheapest_fleet_that_carries_it(tmp_path: Path) -> None:
+    """n = ceil(rate / g_p), m = ceil(rate / g_d), grown where a simulation says so, and nothing too many."""
+    wanted = load(profile_scenario(tmp_path, max_gpus=7, rate=6.0, requests=20))
+    sizer = Sizer(wanted, trace_of(wanted), Engine(wanted), lambda line: None)
+    assert sizer.wanted is not None
+    assert sizer.wanted > 6.0  # headroom for the variance of the arrivals
+    for choice in (best_single(sizer), best_split(sizer)):
+        assert choice is not None
+        assert choice.carries
+        layout = choice.layout
+        assert 1 < sizer.layout_gpus(layout) < 7
+        assert choice.per_dollar == pytest.approx(sizer.wanted / usd_per_hour(sizer.engine, layout, sizer))
+        for prefill, decode in ((1, 0), (0, 1)):
+            less = msgspec.structs.replace(layout, prefill=layout.prefill - prefill, decode=layout.decode - decode)
+            if less.decode and less.prefill >= layout.split:
+                assert sizer.goodput(less, sizer.wanted) < sizer.wanted
+
+
+def test_a_fleet_that_carries_the_rate_is_better_than_a_cheaper_one_that_does_not() -> None:
+    layout = Layout(0, 1, Sharding(), Sharding(), 512, 512)
+    carries, dear, short = (Choice(layout, *each, wanted=5.0) for each in ((9.0, 4.0), (6.0, 5.0), (4.9, 1.0)))
+    assert carries.better_than(dear)
+    assert carries.better_than(short)
+    assert not short.better_than(dear)
+    assert carries.per_dollar == 5.0 / 4.0  # more than is wanted is worth nothing
+    assert Choice(layout, 9.0, 4.0).per_dollar == 9.0 / 4.0
+
+
+LIMITS = {"ttft_ms": 500, "tpot_ms": 15}
+COMPUTES = {"name": "computes", "bf16_tflops": 1000.0, "memory_gb": 80.0, "memory_gb_per_s": 1000.0}
+READS = {"name": "reads", "bf16_tflops": 50.0, "memory_gb": 80.0, "memory_gb_per_s": 4000.0}
+
+
+def two_kinds(**slo: float) -> Scenario:
+    return parse({
+        "workload": {"prompt_tokens": 2000, "output_tokens": 30, "requests": 30},
+        "slo": {**LIMITS, **slo},
+        "model": {"preset": "Llama-3.1-8B"},
+        "engine": {"uncertainty": 0.0},
+        "hardware": {"max_gpus": 3, "gpu": COMPUTES, "decode_gpu": READS, "decode_usd_per_gpu_hour": 1.0,
+                     "fabric": {"gb_per_s": 50.0}},
+        "search": {"tp": [1], "chunk_budgets": [2048], "thresholds": [0], "verify": 1, "precision": 0.2,
+                   "sensitivity": False},
+    })  # fmt: skip
+
+
+def test_gpus_and_fabrics_may_be_given_by_their_numbers() -> None:
+    engine = Engine(two_kinds())
+    assert "computes" in engine.source
+    assert "reads" in engine.source
+    assert "own fabric" in engine.handoff().link.source
+    with pytest.raises(LocalError, match="memory_gb_per_s must be positive"):
+        gpu(GpuNumbers(bf16_tflops=1.0, memory_gb=1.0, memory_gb_per_s=0.0))
+    with pytest.raises(LocalError, match="bf16_tflops"):
+        parse({"workload": {"prompt_tokens": 1, "output_tokens": 1}, "hardware": {"gpu": {"memory_gb": 1.0}}})
+
+
+def test_the_single_pool_may_stand_on_either_kind_of_gpu() -> None:
+    wanted = two_kinds(ttft_ms=20_000, tpot_ms=500)
+    sizer = Sizer(wanted, trace_of(wanted), Engine(wanted), lambda line: None)
+    kinds = {layout.decode_gpus: layout for layout, _ in sizer.colocated_layouts()}
+    assert set(kinds) == {False, True}
+    assert usd_per_hour(sizer.engine, kinds[True], sizer) == 3 * 1.0
+    assert usd_per_hour(sizer.engine, kinds[False], sizer) == 3 * 2.0
+    steps = {kind: sizer.fleet(layout).pools[0].worker.step for kind, layout in kinds.items()}
+    assert steps[True].fixed_s < steps[False].fixed_s  # reads its weights faster
+    assert steps[True].per_token_s > steps[False].per_token_s  # and computes slower
+
+
+def test_a_split_that_alone_keeps_the_limits_is_the_answer() -> None:
+    """One kind of GPU is too slow to compute prompts, the other to read weights: no single pool of either will do."""
+    answer = plan(two_kinds())
+    assert answer.verdict == "split"
+    assert "next to nothing" in answer.reason
+    assert answer.colocated.goodput_per_s == 0
+    assert answer.colocated.attainment < 0.9  # what it would do at the split's rate is shown
+    assert answer.split is not None
+    assert answer.split.goodput_per_s > 0
+    assert json.loads(answer.encode())["advantage"] == MOST_ADVANTAGE
+    assert "no single pool" in answer.cheaper[0].gain
+    assert answer.verdict in report_html.render(answer)
+    assert answer.reason in report_text.render(answer)

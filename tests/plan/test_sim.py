@@ -23,7 +23,6 @@ from kvbaton.router.policy import PolicyConfig
 
 STEP = StepModel(0.008, 40e-6, 1e-9, 15e-6, 0.05e-6)
 ALWAYS = PolicyConfig(threshold_tokens=0)
-SEEDS = [(0.3, 1), (0.6, 0), (0.8, 0), (0.9, 2)]
 
 
 def worker(step: StepModel = STEP, num_blocks: int = 4_000, **more: int | bool) -> WorkerSpec:
@@ -76,12 +75,15 @@ def test_every_wait_is_the_one_lindleys_recursion_gives() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("load", "seed"), SEEDS)
-def test_waiting_time_is_that_of_an_md1_queue_within_2_percent(load: float, seed: int) -> None:
-    """The mean of 100,000 waits scatters by 4% at load 0.9 whoever computes it: the seeds are those whose arrivals,
-    put through Lindley's recursion alone, give the closed form within 1%."""
-    waits, _ = one_server(load, 100_000, seed)
-    assert sum(waits) / len(waits) == pytest.approx(md1_wait_s(load, 1.0), rel=0.02)
+@pytest.mark.parametrize(("load", "num_seeds"), [(0.3, 2), (0.6, 4), (0.8, 8), (0.9, 24)])
+def test_waiting_time_is_that_of_an_md1_queue_within_2_percent(load: float, num_seeds: int) -> None:
+    """100,000 arrivals of every seed from 0 on. Alone, the mean of one of them scatters by 4% at load 0.9, whoever
+    computes it: so many have to be taken together for 2% to say anything."""
+    means = []
+    for seed in range(num_seeds):
+        waits, _ = one_server(load, 100_000, seed)
+        means.append(sum(waits) / len(waits))
+    assert sum(means) / num_seeds == pytest.approx(md1_wait_s(load, 1.0), rel=0.02)
 
 
 def test_distserve_closed_form_of_a_prefill_pool() -> None:
@@ -156,6 +158,13 @@ def test_a_decode_side_prefix_hit_is_not_moved_again() -> None:
     assert result.wire_bytes - once.wire_bytes == 16 * 100_000  # the last block is always computed and moved
 
 
+def test_a_trace_may_say_less_of_blocks_than_there_are() -> None:
+    requests = (TraceRequest(0.0, 640, 5, (1, 2)), TraceRequest(5.0, 640, 5, (1, 2, 3)), TraceRequest(9.0, 640, 5))
+    result = simulate(colocated(), Trace("some", requests, 64))
+    assert result.outcomes == {"ok": 3}
+    assert result.cached_tokens == 128  # the two blocks that the second shares with the first
+
+
 def test_one_token_requests_never_wait_for_the_transfer() -> None:
     slow = LinkModel(5.0, 1e6)
     result = simulate(split(link=slow), Trace("one", (TraceRequest(0.0, 1_000, 1),)))
@@ -197,17 +206,66 @@ def test_what_can_never_fit_is_refused() -> None:
     assert result.outcomes == {OUTCOMES[State.REJECTED]: 1}
 
 
-def test_outages_retry_or_break() -> None:
+def test_outages_lose_nobody_while_another_worker_is_left() -> None:
+    """As live: before the first token anew, later behind what the client has, by the same lifecycle."""
     trace = synthetic(200, 8.0, (800, 60), Random(2))
-    calm = simulate(split(2, 2), trace)
-    for victim in ("prefill-0", "decode-1"):
-        result = simulate(split(2, 2), trace, Incidents((Outage(victim, 10.0, 5.0),)))
-        assert sum(result.outcomes.values()) == 200
-        assert result.outcomes["ok"] >= 180
-        assert result.encode() == simulate(split(2, 2), trace, Incidents((Outage(victim, 10.0, 5.0),))).encode()
-    assert calm.outcomes == {"ok": 200}
+    calm = Simulation(split(2, 2), trace)
+    assert calm.run().outcomes == {"ok": 200}
+    at_its_prompt = next(each for each in list(calm.records.values())[80:] if each.prefill == "prefill-0")
+    in_its_stream = next(each for each in list(calm.records.values())[80:] if each.decode == "decode-1")
+    assert at_its_prompt.first_token_s is not None
+    assert in_its_stream.finish_s is not None
+    for victim, at_s, replayed in (
+        ("prefill-0", at_its_prompt.first_token_s - 0.01, False),
+        ("decode-1", in_its_stream.finish_s - 0.01, True),
+    ):
+        lost = Incidents((Outage(victim, at_s, 5.0),))
+        run = Simulation(split(2, 2), trace, lost)
+        assert run.run().outcomes == {"ok": 200}
+        assert simulate(split(2, 2), trace, lost).encode() == simulate(split(2, 2), trace, lost).encode()
+        ways = [set(record.lifecycle.states) for record in run.records.values()]
+        assert any(State.RETRYING in way or State.REPLAYING in way for way in ways)
+        assert any(State.REPLAYING in way for way in ways) == replayed
+        for each in run.fleet.workers.values():
+            each.scheduler.check()
+            assert each.blocks.num_used == 0
+
+
+@pytest.mark.parametrize("fleet", [split(1, 2), colocated(2)], ids=["split", "colocated"])
+def test_a_stream_goes_on_behind_what_the_client_has(fleet: FleetSpec) -> None:
+    victim = "decode-0" if fleet.split else "both-0"
+    trace = Trace("two", tuple(TraceRequest(0.0, 640, 200) for _ in range(2)))
+    calm = Simulation(fleet, trace)
+    calm.run()
+    at_s = 1.0  # in the middle of both
+    run = Simulation(fleet, trace, Incidents((Outage(victim, at_s, 1e6),)))
+    result = run.run()
+    assert result.outcomes == {"ok": 2}
+    lost = [record for record in run.records.values() if record.replayed_tokens]
+    assert len(lost) == 1
+    whole = calm.records[lost[0].request_id]
+    assert whole.finish_s is not None
+    assert lost[0].finish_s is not None
+    assert whole.first_token_s is not None
+    assert whole.first_token_s < at_s < whole.finish_s
+    # A token a step until it died: no more than that is with the client, and the step under way is lost.
+    share = (at_s - whole.first_token_s) / (whole.finish_s - whole.first_token_s)
+    assert lost[0].replayed_tokens == pytest.approx(1 + 199 * share, abs=3)
+    assert lost[0].first_token_s == whole.first_token_s
+    # What the client waits for is the prompt and what was generated, computed anew.
+    anew_s = STEP.prefill_s(lost[0].to_prefill, budget=512)
+    assert anew_s < lost[0].max_gap_s < 3 * anew_s
+    assert lost[0].finish_s > whole.finish_s
+    assert result.output_tokens == 400
+
+
+def test_nobody_left_to_go_on_is_a_failure() -> None:
+    trace = synthetic(200, 8.0, (800, 60), Random(2))
     lonely = simulate(colocated(1), trace, Incidents((Outage("both-0", 10.0, 5.0),)))
+    assert set(lonely.outcomes) == {"ok", "error"}
     assert sum(lonely.outcomes.values()) == 200
+    twice = Incidents(tuple(Outage(f"decode-{number}", 10.0 + number, 50.0) for number in range(2)))
+    assert simulate(split(1, 3), trace, twice).outcomes == {"ok": 200}
 
 
 def test_a_prefill_worker_that_is_lost_is_named_as_the_reason() -> None:

@@ -41,7 +41,13 @@ def test_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [("", "empty"), ("a,b\n1,2\n", "no known trace format"), ('{"arrival_s": 1,\n', "not JSON"),
-     ("arrival_s,prompt_tokens,output_tokens\n1,x,2\n", "row 1")],
+     ("arrival_s,prompt_tokens,output_tokens\n1,x,2\n", "row 1"),
+     ("arrival_s,prompt_tokens,output_tokens\nnan,5,2\n", "row 1"),
+     ("arrival_s,prompt_tokens,output_tokens\n1,-5,2\n", "row 1"),
+     ('{"arrival_s": 0, "prompt_tokens": 1e999, "output_tokens": 1}\n', "row 1"),
+     ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1, "hash_ids": ["a"]}\n', "row 1"),
+     ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n[1]\n', "no JSON object"),
+     ("[" * 100_000, "no rows|no known trace format|no table")],
 )  # fmt: skip
 def test_bad_files_are_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.csv").write_text(text)
