@@ -33,6 +33,7 @@ async def single(tiny_model_dir: Path) -> AsyncIterator[RealFleet]:
 
 async def refusal(fleet: RealFleet, body: Any, path: str = "/v1/completions") -> dict[str, Any]:
     """The error of a request that is the client's fault; no worker may have heard of it."""
+    await fleet.check_empty()  # of what came before
     before = [worker.stats() for worker in fleet.workers.values()]
     status, answer, _ = await fleet.fleet.post(body, path)
     assert status == 400, answer

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from router.fleet import LONG, SHORT, Fleet, RawWorker, ask_raw, running_fleet
+from router.gates import until_empty
 from router.rig import BRISK, Rig, make_rig, read_stream
 from workers.scripted import until
 
@@ -139,8 +140,7 @@ async def test_case_lk_01_clients_that_leave_before_decode_has_room(tiny_model_d
             asking = await leave_early(rig, 6, f"round {round_number}")
             await until(lambda: prefill.stats().num_leases > 0)
             await leave(asking)
-            await until(lambda: prefill.stats().num_leases == 0 and prefill.stats().num_active == 0)
-            assert prefill.stats().num_blocks_used == prefill.stats().num_blocks_pinned == 0
+            await until_empty(prefill)
             kv.heal()
         assert prefill.stats().num_lease_expiries == 0, "freed because it was told, not by time"
         assert (await rig.ask(fresh(1))).answer == (await rig.expected(fresh(1))).answer

@@ -148,7 +148,7 @@ async def test_a_stop_string_hides_no_transfer(split: RealFleet, stream: bool, n
         before = decode.stats().transfer_bytes_received
         prompt = f"{i}{PROMPT * 6}"
         await split.ask(prompt=prompt, temperature=0, logit_bias={"65": 100}, stop=stop, max_tokens=20, stream=stream)
-        await split.fleet.settled()
+        await split.check_empty()
         received = decode.stats().transfer_bytes_received
         assert split.fleet.counter("kvbaton_router_transfer_bytes_total") == received
         if num_letters > 1:  # a decode step was made, so all of the prompt is here
