@@ -20,6 +20,8 @@ import msgspec
 
 from kvbaton.types import LocalError, Role
 
+MOST_WORKERS = 1e6  # that any work asks for: a speed next to zero is no reason to overflow
+
 
 class PoolPolicy(msgspec.Struct, frozen=True):
     """What one pool may be and what it owes. Fields that are not of its role are not looked at."""
@@ -106,12 +108,11 @@ def prefill_workers(policy: PoolPolicy, seen: PoolSeen, tokens_per_s: float, lea
         # Nobody has prefilled yet, so nobody knows how fast it goes: one more if they are late, none fewer if not idle.
         idle = not tokens_per_s and not seen.waiting_prompt_tokens
         return float(seen.serving + 1) if late else 0.0 if idle else float(seen.serving)
-    mean = tokens_per_s / seen.tokens_per_s
+    mean = min(MOST_WORKERS, tokens_per_s / seen.tokens_per_s)
     wanted = mean + spare_workers(policy, mean, lead_s)
     if late:
         assert seen.waiting_prompt_tokens is not None
-        backlog = seen.waiting_prompt_tokens / (seen.tokens_per_s * policy.catch_up_s)
-        wanted += backlog
+        wanted += min(MOST_WORKERS, seen.waiting_prompt_tokens / seen.tokens_per_s / policy.catch_up_s)
     return wanted
 
 

@@ -10,13 +10,25 @@ from math import exp
 
 import msgspec
 
-FAST_S, SLOW_S = 20.0, 80.0  # time constants of the two running means whose distance is the trend
+
+class Horizon(msgspec.Struct, frozen=True):
+    """Time constants of the two running means whose distance is the trend."""
+
+    fast_s: float
+    slow_s: float
+
+
+SEQUENCES = Horizon(20.0, 80.0)  # they stand there, and change as slowly as answers end
+ARRIVALS = Horizon(
+    45.0, 180.0
+)  # scatter from look to look: what is followed of that costs workers, and what stands tells
 
 
 class PoolMemory(msgspec.Struct, frozen=True):
     at_s: float | None = None  # of the last look that told something
     fast: float = 0.0  # running means of the load
     slow: float = 0.0
+    horizon: Horizon = SEQUENCES
     seen_since_s: float | None = None  # no gap in what was seen from then on
     needs: tuple[tuple[float, int], ...] = ()  # (when, workers needed), oldest first and each more than the next
     drained_s: float | None = None  # when a worker was last sent away
@@ -28,13 +40,15 @@ class PoolMemory(msgspec.Struct, frozen=True):
         passed_s = max(0.0, now_s - self.at_s)
         fast, slow = (
             mean + (load - mean) * (1.0 - exp(-passed_s / constant_s))
-            for mean, constant_s in ((self.fast, FAST_S), (self.slow, SLOW_S))
+            for mean, constant_s in ((self.fast, self.horizon.fast_s), (self.slow, self.horizon.slow_s))
         )
         return msgspec.structs.replace(self, at_s=now_s, fast=fast, slow=slow)
 
     def ahead(self, lead_s: float, trust: float) -> float:
         """The load in ``lead_s`` if it goes on growing as it did; a falling one is not expected to fall further."""
-        return self.fast + trust * lead_s * max(0.0, self.fast - self.slow) / (SLOW_S - FAST_S)
+        return self.fast + trust * lead_s * max(0.0, self.fast - self.slow) / (
+            self.horizon.slow_s - self.horizon.fast_s
+        )
 
     def need(self, now_s: float, workers: int, window_s: float) -> PoolMemory:
         """Remember a need; what is smaller and older can no longer be the window's most."""

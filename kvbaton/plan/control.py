@@ -32,7 +32,7 @@ from kvbaton.plan.autoscale_demand import (
     prefill_workers,
     queue_delay_s,
 )
-from kvbaton.plan.autoscale_memory import PoolMemory
+from kvbaton.plan.autoscale_memory import ARRIVALS, SEQUENCES, PoolMemory
 from kvbaton.types import LocalError, Role
 
 Bottleneck = Literal["none", "prefill", "decode"]
@@ -99,8 +99,8 @@ def decide(
     for role, pool in policy.pools.items():
         if role not in seen:
             raise LocalError(f"nothing is said of the {role} pool", field="scaling.pools")
-        memories[role], wants[role] = _want(policy, pool, role, seen[role], memories.get(role, PoolMemory()), now_s,
-                                            bottleneck)  # fmt: skip
+        memory = memories.get(role, PoolMemory(horizon=SEQUENCES if role == "decode" else ARRIVALS))
+        memories[role], wants[role] = _want(policy, pool, role, seen[role], memory, now_s, bottleneck)
     targets = {role: _target(policy.pools[role], seen[role], want) for role, want in wants.items()}
     in_band = _in_band(policy, seen, targets)
     decisions = {}

@@ -169,6 +169,64 @@ def test_noise_of_a_few_percent_does_not_flap(seed: int, prompts: float, sequenc
         assert sizes == sorted(sizes) or sizes == sorted(sizes, reverse=True)
 
 
+def turns(sizes: list[int]) -> int:
+    """How often a pool that grew shrinks, or the other way round."""
+    steps = [after - before for before, after in zip(sizes, sizes[1:], strict=False) if after != before]
+    return sum((first > 0) != (second > 0) for first, second in zip(steps, steps[1:], strict=False))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.tuples(st.floats(0.2, 7.0), st.floats(0.2, 7.0)), min_size=1, max_size=4))
+def test_a_load_that_moves_and_then_stands_is_followed_without_thrashing(
+    seed: int, levels: list[tuple[float, float]]
+) -> None:
+    """Each level lasts for several windows: a pool turns round when the load does, and once for an overshoot."""
+    rng, fleet = Random(seed), Fleet(POLICY, 3, 3)
+    for prompts, sequences in levels:
+        for _ in range(40):
+            noise = 1.0 + rng.uniform(-0.04, 0.04)
+            fleet.look(prefill(1, prompts * noise * SPEED), decode(1, sequences * noise * 20))
+        assert fleet.serving["prefill"] >= prompts
+        assert fleet.serving["decode"] * (1.0 + POLICY.dead_band) >= sequences * 0.96, "short by the dead band at most"
+    for pool in (0, 1):
+        assert turns([each[pool] for each in fleet.history]) <= 2 * len(levels)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), max_size=20),
+)
+def test_without_traffic_both_pools_go_to_their_minimum_and_stay(
+    sizes: tuple[int, int], before: list[tuple[float, float]]
+) -> None:
+    fleet = Fleet(POLICY, *sizes)
+    for prompts, sequences in before:
+        fleet.look(prefill(1, prompts * SPEED), decode(1, sequences * 20))
+    for _ in range(80):
+        decision = fleet.look(prefill(1), decode(1, free_share=1.0))
+        assert all(each.known for each in decision.pools.values()), "nothing to do is a figure like any other"
+    assert fleet.serving == {"prefill": 1, "decode": 1} and not fleet.coming
+    assert set(fleet.history[-20:]) == {(1, 1)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 8), st.floats(0, 8), st.booleans()), min_size=20, max_size=60))
+def test_looks_that_fail_now_and_then_never_make_a_pool_smaller_than_it_would_be(
+    looks: list[tuple[float, float, bool]],
+) -> None:
+    """What is missing may delay a change; it is never read as a load that is gone."""
+    fleet = Fleet(POLICY, 2, 2)
+    for prompts, sequences, seen in looks:
+        have = dict(fleet.serving)
+        if seen:
+            fleet.look(prefill(1, prompts * SPEED), decode(1, sequences * 20))
+            continue
+        decision = fleet.look(PoolSeen(1), PoolSeen(1))
+        assert not any(each.drain or each.add for each in decision.pools.values())
+        assert all(fleet.serving[role] >= have[role] for role in have)
+
+
 @settings(max_examples=60, deadline=None)
 @given(bands, st.lists(st.tuples(st.floats(0, 8), st.floats(0, 8)), min_size=5, max_size=60))
 def test_the_ratio_of_the_pools_stays_in_its_band(
