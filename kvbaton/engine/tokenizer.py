@@ -258,6 +258,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(content, str):
+            if any("\ud800" <= character <= "\udfff" for character in content):
+                raise LocalError(f"{name} has half of a surrogate pair, which is no character", field=name)
             found[name] = content
     return found
 

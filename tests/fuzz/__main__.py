@@ -16,6 +16,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from .plain import try_inputs
@@ -54,7 +55,7 @@ def main() -> int:
     options = parser.parse_args()
     targets = [each for each in all_targets() if options.only is None or options.only.lower() in each.name.lower()]
     shares = sum(each.share for each in targets)
-    numbers = [-(-round(options.inputs * each.share) // max(1, round(shares))) for each in targets]
+    numbers = [ceil(options.inputs * each.share / shares) for each in targets]
     sys.path.insert(0, str(ROOT / "tests"))
     work = plain if options.plain else guided
     with ThreadPoolExecutor(1 if options.plain else options.processes) as pool:

@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the simulation's loop
     with atheris.instrument_imports(include=["kvbaton", "gguf", "uvicorn", "prometheus_client"]):
         from .table import all_targets
 

@@ -42,6 +42,7 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     ("samples files", b"\x1f\x8b\x08\0\0\0\0\0\2\3cut"),
     ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
     ("tokenizer_config.json", b'{"chat_template": "\\ud800"}'),
+    ("tokenizer_config.json", b'{"eos_token": "\\ud800"}'),
     ("scenario files", b"name = '\xff'"),
 )  # fmt: skip
 

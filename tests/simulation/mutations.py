@@ -157,7 +157,7 @@ def minimum_ignored() -> list[Change]:
 # In how many seeds, from 0 on, each is found at the latest.
 MUTATIONS: dict[Callable[[], list[Change]], int] = {
     lease_ignored: 60,
-    generation_ignored: 1000,
+    generation_ignored: 50,
     copies_not_awaited: 20,
     acknowledged_too_early: 10,
     ticket_not_revoked: 10,
