@@ -113,6 +113,13 @@ ROUTER_FLAGS: tuple[_Flag, ...] = (
         float,
         "Seconds between two prompts whose answers are compared with earlier ones; 0: none.  [default: 0]",
     ),
+    (
+        ("--head-timeout",),
+        "router",
+        "head_timeout_s",
+        float,
+        "Seconds for a request's head to arrive before its connection is closed.  [default: 20]",
+    ),
     (("--ui/--no-ui",), "router", "ui", bool, "The live page at /ui.  [default: --ui]"),
     (("--plan-band",), "router", "plan_band", str, "LOW,HIGH prompt:output ratio that the plan was made for."),
     (
