@@ -67,6 +67,16 @@ class Fleet:
         """What the router sees."""
         asked = [w for w in self.workers.values() if w.accepting and w.name not in record.tried]
         cached = index.cached_tokens(record, asked, now_s)
+        if not self._spec.policy.by_cost:  # rules look at less, and there are many requests
+            return [
+                MemberView(
+                    worker.name, worker.role, len(worker.active), worker.scheduler.waiting_prompt_tokens,
+                    worker.spec.max_context, cached[worker.name],
+                    worker.blocks.num_used * worker.spec.block_size, worker.blocks.num_free * worker.spec.block_size,
+                    worker.spec.max_batch_tokens, worker.spec.max_running,
+                )
+                for worker in asked
+            ]  # fmt: skip
         busy = pool_shares([(worker.role, worker.sent) for worker in asked], now_s)
         return [
             MemberView(

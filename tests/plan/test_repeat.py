@@ -17,12 +17,12 @@ from kvbaton.plan.autoscale_sim import PolicyScaler
 from kvbaton.plan.control import ScalingPolicy
 from kvbaton.plan.step_time import StepModel
 from kvbaton.plan.workload import synthetic
-from kvbaton.plan.scenario import _with_prefixes
+from kvbaton.plan.scenario import with_prefixes
 
 rng = Random(int(sys.argv[1]))
 step = StepModel(0.010, 100e-6, 2e-9, 100e-6, 1e-7, source="test")
 worker = WorkerSpec(step=step, num_blocks=600, block_size=64, max_batch_tokens=512, max_running=16)
-trace = _with_prefixes(synthetic(300, 6.0, (1200, 40), rng, 0.5), 0.4, rng)
+trace = with_prefixes(synthetic(300, 6.0, (1200, 40), rng, 0.5), 0.4, rng)
 incidents = Incidents(
     outages=(Outage("decode-0", 5.0, 4.0), Outage("prefill-1", 12.0, 3.0)),
     scaling=Scaling(
