@@ -62,6 +62,10 @@ format: $(VENV)/.linted ## rewrite to the style
 typecheck: $(VENV)/.linted ## mypy over the package
 	@$(VENV)/bin/mypy
 
+.PHONY: audit
+audit: $(VENV)/.linted ## bandit, each finding held against docs/security.md, and pip-audit
+	@$(VENV)/bin/python -m benchmarks.audit $(ARGS)
+
 peers: $(VENV)/.tested ## install vLLM and llama.cpp for the benchmarks (about 5 GB, outside the repository)
 	@$(VENV)/bin/python -m benchmarks.peers.install
 

@@ -66,6 +66,8 @@ class WorkerSettings:
     lease_s: float = 30.0  # how long offered blocks stay pinned without a sign of life from the reader
     drain_s: float = 60.0  # how long open requests may still run after a drain began
     max_body_bytes: int = 16 * 1024 * 1024
+    # Whether clients may ask it without a router. auto: only on loopback, since nobody asks them for an API key.
+    clients: Literal["auto", "allow", "refuse"] = "auto"
     engine: EngineName = "embedded"  # what computes: the engine in this package, or a server of another's
     engine_url: str = ""  # of a server that runs already; empty: one is started
     engine_events: str = ""  # where that server publishes KV events, and after a comma replays them; empty: unknown
@@ -132,6 +134,9 @@ class RouterSettings:
     poll_interval_s: float = 0.5  # between two looks at each worker
     poll_timeout_s: float = 2.0
     ui: bool = True  # the live page at /ui, as public as /fleet
+    api_keys_file: str = ""  # who may come in, one key a line; empty, and none in KVBATON_API_KEYS: everybody
+    allow_anonymous: bool = False  # let everybody in although others than this host can reach it
+    open_metrics: bool = True  # /metrics needs no key
     plan_band: str = ""  # LOW,HIGH of computed prompt tokens per output token that a plan was made for; empty: no plan
     canary_interval_s: float = 0.0  # between two prompts whose answers are compared with earlier ones; 0: none
     discover: str = ""  # kubernetes:SELECTOR: the workers are the pods with these labels, besides those listed

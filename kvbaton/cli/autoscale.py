@@ -110,7 +110,8 @@ class Autoscaler:
 
     async def _fleet(self, http: aiohttp.ClientSession) -> dict[str, Any] | None:
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            async with http.get(self.supervisor.router.address + "/fleet") as answer:
+            url, headers = self.supervisor.router.address + "/fleet", self.supervisor.headers
+            async with http.get(url, headers=headers) as answer:
                 found: dict[str, Any] = await answer.json()
                 return found
         return None
@@ -121,7 +122,7 @@ class Autoscaler:
 
         async def one(url: str) -> Scrape | None:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, LocalError):
-                async with http.get(url + "/metrics") as answer:
+                async with http.get(url + "/metrics", headers=self.supervisor.headers) as answer:
                     return parse_metrics(await answer.text())
             return None
 

@@ -34,7 +34,15 @@ from kvbaton.types import LocalError
 @click.option("--gpus", type=int, default=0, show_default=True, help="GPUs of one worker.")
 @click.option("--rdma", type=int, default=0, show_default=True, help="RDMA devices of one worker.")
 @click.option("--model-claim", default="models", show_default=True, help="PersistentVolumeClaim that holds the model.")
-@click.option("--key-secret", default="", help="Existing Secret with `internal-key`.  [default: one is written]")
+@click.option(
+    "--key-secret", default="", help="Existing Secret with `internal-key` and `api-keys`.  [default: one is written]"
+)
+@click.option(
+    "--allow-anonymous",
+    "anonymous",
+    is_flag=True,
+    help="Routers ask nobody for an API key: something before them does.",
+)
 @click.option(
     "--engine",
     type=click.Choice(["embedded", "vllm", "sglang"]),
@@ -105,5 +113,5 @@ def deploy_command(
         click.echo(path)
     click.echo(f"apply with: kubectl apply -k {output}", err=True)
     if key is not None:
-        click.echo("secret.yaml holds the fleet's key: do not commit it", err=True)
+        click.echo("secret.yaml holds the fleet's key and the API keys: do not commit it", err=True)
     return 0

@@ -174,7 +174,8 @@ class Reached:
         if self.url is not None:
             return {"url": self.url, **await self._get(self.url)}
         _, status = await control.the_one(self.pid)
-        found = {"url": status.url, "pid": status.pid, "log_dir": status.log_dir, **await self._get(status.url)}
+        told = await self._get(status.url, status.key)
+        found = {"url": status.url, "pid": status.pid, "log_dir": status.log_dir, **told}
         processes = {process.name: process for process in status.processes}
         for member in found["members"]:
             process = processes.get(member["name"])
@@ -204,8 +205,10 @@ class Reached:
             error = answer.get("error", {})
             raise LocalError(str(error.get("message", f"the router answered {status}")), field=error.get("param"))
 
-    async def _get(self, url: str) -> dict[str, Any]:
-        status, answer = await _http("GET", f"{url}/fleet", ANSWER_S)
+    async def _get(self, url: str, key: str = "") -> dict[str, Any]:
+        key = key or internal_key()
+        headers = {INTERNAL_KEY_HEADER.decode(): key} if key else None
+        status, answer = await _http("GET", f"{url}/fleet", ANSWER_S, headers=headers)
         if status != 200:
             raise RemoteError(f"{url}/fleet answered {status}", field="url")
         return answer

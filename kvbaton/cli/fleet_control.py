@@ -43,6 +43,7 @@ class FleetControl:
         path = control.socket_path(os.getpid())
         path.unlink(missing_ok=True)
         server = await asyncio.start_unix_server(self._serve, str(path), limit=control.MAX_LINE_BYTES)
+        path.chmod(0o600)  # its directory lets nobody else in either
         try:
             yield path
         finally:

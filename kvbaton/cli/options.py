@@ -71,6 +71,13 @@ WORKER_FLAGS: tuple[_Flag, ...] = (
     (("--port",), "worker", "port", int, "Port to listen on.  [default: any free one, which is reported]"),
     (("--kv-host",), "worker", "kv_host", str, "Address for hand-offs, as peers reach it.  [default: --host]"),
     (("--kv-port",), "worker", "kv_port", int, "Port for hand-offs.  [default: any free one]"),
+    (
+        ("--clients",),
+        "worker",
+        "clients",
+        click.Choice(["auto", "allow", "refuse"]),
+        "Requests that come without a router.  [default: auto, only on loopback]",
+    ),
 )
 ROUTER_FLAGS: tuple[_Flag, ...] = (
     (("--host",), "router", "host", str, "Address to listen on.  [default: 127.0.0.1]"),
@@ -119,6 +126,14 @@ ROUTER_FLAGS: tuple[_Flag, ...] = (
         "head_timeout_s",
         float,
         "Seconds for a request's head to arrive before its connection is closed.  [default: 20]",
+    ),
+    (("--api-keys",), "router", "api_keys_file", str, "File of API keys, one a line; read again when it changes."),
+    (
+        ("--allow-anonymous/--no-allow-anonymous",),
+        "router",
+        "allow_anonymous",
+        bool,
+        "Answer everybody, also where others than this host reach it.  [default: no]",
     ),
     (("--ui/--no-ui",), "router", "ui", bool, "The live page at /ui.  [default: --ui]"),
     (("--plan-band",), "router", "plan_band", str, "LOW,HIGH prompt:output ratio that the plan was made for."),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvbaton.config import RouterSettings
 from kvbaton.types import LocalError
 
 
@@ -22,6 +23,16 @@ def check_address(host: str, port: int) -> None:
     from kvbaton.workers.http import bind
 
     bind(host, port).close()
+
+
+def check_door(router: RouterSettings, key: str) -> bool:
+    """Whether API keys are configured; LocalError when their file is no good, or strangers would be answered."""
+    from kvbaton.router.api_keys import load
+    from kvbaton.router.door import check_reach
+
+    keys = load(router.api_keys_file)
+    check_reach(router, keys, key)
+    return keys is not None
 
 
 def check_model(model_dir: Path, engine: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def router_command(
         url = "http://10.0.0.8:8101"
         role = "decode"
 
-    Router and workers share a key in the environment variable KVBATON_INTERNAL_KEY. SIGTERM drains.
+    Router and workers share a key in the environment variable KVBATON_INTERNAL_KEY. Clients have API keys, in a file
+    (--api-keys) or in KVBATON_API_KEYS; without any the router listens on this host alone, unless --allow-anonymous.
+    SIGTERM drains; SIGHUP reads the file of API keys again, which a change of it does too.
     """
     fleet = options.read_settings(config, settings)
     key = internal_key()
@@ -54,11 +57,15 @@ def router_command(
     from kvbaton.observe.log import configure
     from kvbaton.observe.ratio import read_band
     from kvbaton.observe.tracing import RECORDER
+    from kvbaton.router.api_keys import load as load_api_keys
+    from kvbaton.router.door import check_reach
     from kvbaton.router.gateway import Served
     from kvbaton.router.process import run_router
     from kvbaton.ui.page import open_page
     from kvbaton.ui.state import Aims
 
+    api_keys = load_api_keys(fleet.router.api_keys_file)
+    check_reach(fleet.router, api_keys, key)
     configure("router", log_level)
     RECORDER.configure("kvbaton-router")
     model_dir = Path(fleet.model.dir) if fleet.model.dir else default_model_dir()
@@ -70,7 +77,9 @@ def router_command(
         page = functools.partial(open_page, aims)
 
     async def work(stop: asyncio.Event) -> bool:
-        return await run_router(served, fleet.workers, fleet.router, key, stop, report, page)
+        if api_keys is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, api_keys.hurry)
+        return await run_router(served, fleet.workers, fleet.router, key, stop, report, page, api_keys)
 
     try:
         return child.run(work, tied, uvloop=True)

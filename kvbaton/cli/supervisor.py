@@ -89,6 +89,11 @@ class Supervisor:
         self._members_lock = asyncio.Lock()
 
     @property
+    def headers(self) -> dict[str, str]:
+        """What opens the router's doors."""
+        return {INTERNAL_KEY_HEADER.decode(): self._key}
+
+    @property
     def children(self) -> list[Child]:
         return [self.router, *self.workers]
 
@@ -257,7 +262,7 @@ class Supervisor:
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, dict[str, Any]]:
         """Of the router. RemoteError when it does not answer."""
-        headers = {INTERNAL_KEY_HEADER.decode(): self._key}
+        headers = self.headers
         try:
             async with (
                 asyncio.timeout(timeout_s),

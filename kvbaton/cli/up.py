@@ -73,11 +73,13 @@ def up_command(
     scale = autoscale_options.read(roles, given, fleet.router.plan_band)
     preflight.check_engine(fleet.worker.engine, tuple(START_S))
     preflight.check_address(fleet.router.host, fleet.router.port)
+    key = secrets.token_urlsafe(32)
+    if preflight.check_door(fleet.router, key):  # nobody gets past the keys by asking a worker
+        fleet = dataclasses.replace(fleet, worker=dataclasses.replace(fleet.worker, clients="refuse"))
     progress = Progress()
     ranks = ranks_of_roles(fleet.worker.tp, given["prefill_tp"], given["decode_tp"])
     fleet = complete(fleet, [(role, ranks[role]) for role in roles], progress)
     logs = log_directory(given["log_dir"])
-    key = secrets.token_urlsafe(32)
 
     if stale := sweep_stale():
         progress.tell("up", f"removed {len(stale)} shared-memory segment(s) of processes that died")

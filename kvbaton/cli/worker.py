@@ -10,6 +10,7 @@ import click
 
 from kvbaton.cli import child, options
 from kvbaton.config import internal_key
+from kvbaton.transfer.reach import require_secret
 
 
 @click.command("worker")
@@ -29,9 +30,11 @@ def worker_command(
     """One worker: loads the model, serves OpenAI's API on its own port, and hands KV to its peers.
 
     Router and workers of a fleet share a key in the environment variable KVBATON_INTERNAL_KEY; without it the worker
-    answers clients but takes no orders from a router. SIGTERM drains: open requests end, offered blocks are read.
+    listens on this host alone, answers clients there, and takes no orders from a router. SIGTERM drains: open requests
+    end, offered blocks are read.
     """
     fleet = options.read_settings(config, settings)
+    require_secret("the worker", fleet.worker.host, internal_key().encode())
     child.stay_on(fleet.worker.cores)
     # Imported late: everything heavy comes after the cores are chosen.
     from kvbaton.observe.log import configure

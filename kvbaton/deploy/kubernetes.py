@@ -19,6 +19,7 @@ WORKER_PORT, KV_PORT, ROUTER_PORT = 8101, 8102, 8000
 ROLES: dict[PoolName, str] = {"prefill": "prefill", "decode": "decode", "colocated": "both"}
 _GRACE_EXTRA_S = 30  # after the drain: for the process to close and the kubelet to notice
 _UID = 10001
+API_KEYS, _KEYS_PATH = "api-keys", "/keys"  # in the Secret, and where it is mounted
 _CANARY_S = 30  # between two canary prompts of a router: the alert on wrong tokens has nothing to say without them
 _OTHERS: dict[PoolName, PoolName] = {"prefill": "decode", "decode": "prefill"}
 
@@ -176,13 +177,14 @@ def _worker_pod(spec: DeploySpec, name: PoolName, pool: Pool, labels: dict[str, 
 
 def _router_pod(spec: DeploySpec, labels: dict[str, str]) -> Manifest:
     selector = f"app.kubernetes.io/name=kvbaton,app.kubernetes.io/instance={spec.name}"
-    container = {
+    container: Manifest = {
         "name": "router",
         "image": spec.image,
         "args": [
             "router",
             *("--host", "0.0.0.0", "--port", str(ROUTER_PORT), "--model", f"/models/{spec.model}"),
             *("--discover", f"kubernetes:{selector}", "--worker-port", str(WORKER_PORT)),
+            *(("--allow-anonymous",) if spec.anonymous else ("--api-keys", f"{_KEYS_PATH}/{API_KEYS}")),
             *("--ttft-slo-s", f"{spec.gates.ttft_s:g}", "--tpot-slo-s", f"{spec.gates.tpot_s:g}", *_band(spec)),
             # Servers of other engines answer a greedy prompt a little differently from batch to batch.
             *(("--canary-interval", str(_CANARY_S)) if spec.engine == "embedded" else ()),
@@ -210,6 +212,11 @@ def _router_pod(spec: DeploySpec, labels: dict[str, str]) -> Manifest:
         {"name": "models", "persistentVolumeClaim": {"claimName": spec.model_claim, "readOnly": True}},
         {"name": "cache", "emptyDir": {}},
     ]
+    if not spec.anonymous:  # as files and not as variables: what changes in the Secret is read again while they serve
+        container["volumeMounts"].append({"name": "api-keys", "mountPath": _KEYS_PATH, "readOnly": True})
+        items = [{"key": API_KEYS, "path": API_KEYS}]
+        secret = {"secretName": spec.secret_name, "defaultMode": 0o440, "items": items}
+        pod["volumes"].append({"name": "api-keys", "secret": secret})
     pod["topologySpreadConstraints"] = [_spread("kubernetes.io/hostname", labels)]
     return pod
 

@@ -84,7 +84,8 @@ class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     colocated: Pool | None = None
     router_replicas: int = 2
     model_claim: str = "models"  # PersistentVolumeClaim that holds the model, mounted read-only at /models
-    key_secret: str = ""  # an existing Secret with the key `internal-key`; empty: <name>-internal
+    key_secret: str = ""  # an existing Secret with `internal-key` and `api-keys`; empty: <name>-internal
+    anonymous: bool = False  # routers ask nobody for an API key: something before them lets in whom it should
     dtype: str = "bfloat16"
     transport: Literal["auto", "shm", "tcp", "nixl"] = "auto"
     engine: EngineName = "embedded"  # what computes; for another, its server runs beside each worker

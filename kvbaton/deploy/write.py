@@ -7,13 +7,22 @@ Knows nothing about what the manifests say.
 from __future__ import annotations
 
 import base64
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
-from kvbaton.deploy.kubernetes import Manifest, _labels, _object, render_network, render_pool, render_router
+from kvbaton.deploy.kubernetes import (
+    API_KEYS,
+    Manifest,
+    _labels,
+    _object,
+    render_network,
+    render_pool,
+    render_router,
+)
 from kvbaton.deploy.rules import Gates
 from kvbaton.deploy.scaling import render_monitoring, render_scalers
 from kvbaton.deploy.spec import DeploySpec, Pool, Resources
@@ -40,9 +49,17 @@ def render_secret(spec: DeploySpec, key: str) -> Manifest:
     secret = _object("v1", "Secret", spec, spec.secret_name, _labels(spec, "router"))
     secret["type"] = "Opaque"
     secret["data"] = {"internal-key": base64.b64encode(key.encode()).decode()}
+    if not spec.anonymous:
+        secret["data"][API_KEYS] = base64.b64encode(first_api_key(key).encode()).decode()
     if spec.engine != "embedded":
         secret["data"]["engine-key"] = base64.b64encode(key_for_servers(key).encode()).decode()
     return secret
+
+
+def first_api_key(key: str) -> str:
+    """A line for one operator, to begin with; who has it cannot tell the fleet's key from it."""
+    made = hashlib.blake2b(b"operator", key=key.encode()[:64], digest_size=24, person=b"api key").hexdigest()
+    return f"operator {made}\n"
 
 
 def as_yaml(manifests: list[Manifest]) -> str:

@@ -98,9 +98,13 @@ async def look_at_all(
 async def _look_at(asking: Asking, target: Target, key: str, api_key: str, probe: bool) -> list[ServerFacts]:
     facts = ServerFacts(target.name, target.role, target.url)
     try:
-        version = await asking.get(target.url + "/version")
+        headers = {INTERNAL_KEY_HEADER.decode(): key} if key and target.role == "router" else {}
+        version = await asking.get(target.url + "/version", headers)
         skew_s = skew_of(version)
         told = version.json()
+        if target.role == "router" and version.status == 401:
+            trouble = "it lets in who has a key: set KVBATON_INTERNAL_KEY as the fleet has it"
+            return [msgspec.structs.replace(facts, trouble=trouble)]
         if target.role == "router" and version.status != 200:
             trouble = f"it answers {version.status} to /version: no worker is ready yet"
             return [msgspec.structs.replace(facts, trouble=trouble)]
@@ -131,7 +135,7 @@ async def _look_at_ours(
         fingerprint=_fingerprint(told.get("fingerprint")),
     )
     if target.role == "router":
-        return [msgspec.structs.replace(facts, fingerprint=None, members=await _members(asking, target))]
+        return [msgspec.structs.replace(facts, fingerprint=None, members=await _members(asking, target, key))]
     if not key:
         unread = "without the fleet's key (KVBATON_INTERNAL_KEY) its role and its port for KV stay unknown"
         return [msgspec.structs.replace(facts, unread=(unread,))]
@@ -157,9 +161,10 @@ async def _look_at_ours(
     return [facts, await look_at_vllm(asking, engine, key_for_servers(key), probe)]
 
 
-async def _members(asking: Asking, target: Target) -> tuple[str, ...]:
+async def _members(asking: Asking, target: Target, key: str) -> tuple[str, ...]:
     """Those that the router does not use, and why."""
-    answer = (await asking.get(target.url + "/fleet")).json()
+    headers = {INTERNAL_KEY_HEADER.decode(): key} if key else {}
+    answer = (await asking.get(target.url + "/fleet", headers)).json()
     members = answer.get("members") if isinstance(answer, dict) else None
     if not isinstance(members, list):
         return ("its /fleet cannot be read",)

@@ -47,17 +47,21 @@ class Target:
     urls: dict[str, str] = field(default_factory=dict)  # of the workers, where a fleet file names them
     transport: str = "auto"
 
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {INTERNAL_KEY_HEADER.decode(): self.key} if self.key else {}
+
     async def page(self) -> dict[str, Any] | None:
         """``GET /fleet``; None when the router does not answer."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            status, answer = await _get(self.url + "/fleet", {}, LOOK_S)
+            status, answer = await _get(self.url + "/fleet", self._headers, LOOK_S)
             return msgspec.json.decode(answer) if status == 200 else None
         return None
 
     async def text(self, path: str) -> str | None:
         """What the router answers there; None when it does not."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            status, answer = await _get(self.url + path, {}, LOOK_S)
+            status, answer = await _get(self.url + path, self._headers, LOOK_S)
             return answer.decode(errors="replace") if status == 200 else None
         return None
 
@@ -95,7 +99,7 @@ class Target:
 
     async def info_at(self, url: str) -> WorkerInfo | None:
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE):
-            headers = {INTERNAL_KEY_HEADER.decode(): self.key}
+            headers = self._headers
             status, answer = await _get(url + "/internal/info", headers, LOOK_S)
             return msgspec.json.decode(answer, type=WorkerInfo) if status == 200 else None
         return None

@@ -129,7 +129,9 @@ class Canary:
             "kvbaton": internal,
         }
         url = f"{probe.decode.settings.url}/v1/completions"
-        async with self._session.post(url, data=_ENCODER.encode(body), headers=self._headers) as response:
+        async with self._session.post(
+            url, data=_ENCODER.encode(body), headers=self._headers, allow_redirects=False
+        ) as response:
             raw = await response.read()
             if response.status != 200:
                 raise ValueError(f"the worker answered {response.status}: {raw[:200].decode(errors='replace')}")

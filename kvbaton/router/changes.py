@@ -146,7 +146,7 @@ class FleetChanges:
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.post(url, json=body, headers=self._headers) as response,
+                session.post(url, json=body, headers=self._headers, allow_redirects=False) as response,
             ):
                 return response.status, await response.content.read(64 * 1024)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

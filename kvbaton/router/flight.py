@@ -41,6 +41,7 @@ class Flight:
     received_s: float
     response_headers: list[tuple[bytes, bytes]]
     timeout_s: float = math.inf  # of the whole request
+    tenant: str = ""  # whose API key it came with; empty: nobody's in particular
     client_request_id: str | None = None  # for the log and the echo; never a key
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     decisions: list[Decision] = field(default_factory=list)

@@ -1,15 +1,14 @@
 """The router's HTTP face: OpenAI's endpoints for clients, health and metrics for operators, members for ``kvbaton up``.
 
 Each request is parsed, tokenized and checked once, here; a worker gets the client's body with our decision added.
-Invariants: nothing a client wrote decides where a request goes or which key anything has; only listed headers pass on;
-every request leaves one record in the log and in the counters, whatever became of it. Knows nothing about how a
-worker is called or chosen.
+Invariants: nobody is served whom the door does not let in; nothing a client wrote decides where a request goes or which
+key anything has; only listed headers pass on; every request that was let in leaves one record in the log and in the
+counters, whatever became of it. Knows nothing about how a worker is called or chosen.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 import time
@@ -30,6 +29,7 @@ from kvbaton.observe.tracing import RECORDER, TRACE_PATH, TRACEPARENT, watch
 from kvbaton.router import openapi
 from kvbaton.router.changes import FleetChanges
 from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.door import Door
 from kvbaton.router.flight import Call, Flight, without_trace
 from kvbaton.router.lifecycle import Event, Lifecycle
 from kvbaton.router.page import Page
@@ -65,7 +65,7 @@ from kvbaton.workers.openai_request import (
     tokenize_met,
 )
 from kvbaton.workers.openai_response import error_event
-from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, RequestReport
+from kvbaton.workers.protocol import InternalRequest, RequestReport
 from kvbaton.workers.server import model_card, version_of
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Gateway:
         self._tokenizer = served.tokenizer
         self._model_name = served.name
         self._settings = settings
-        self._key = key.encode()
+        self.door = Door(None, key.encode())  # everybody, until whoever starts the router closes it
         self._metrics = metrics
         self._totals = [metrics.adder(name) for name in _TOTALS]
         self._clock = clock
@@ -140,11 +140,12 @@ class Gateway:
         assert scope["type"] == "http", "only HTTP is served"
         exchange = Exchange(scope, receive, send)
         try:
+            tenant = self.door.admit(exchange)
             match exchange.path:
                 case "/v1/chat/completions":
-                    await self._generate(exchange, "chat")
+                    await self._generate(exchange, "chat", tenant)
                 case "/v1/completions":
-                    await self._generate(exchange, "completions")
+                    await self._generate(exchange, "completions", tenant)
                 case path if path.startswith("/internal/"):
                     await self._internal(exchange)
                 case path if self.page is not None and (path == "/ui" or path.startswith("/ui/")):
@@ -158,11 +159,12 @@ class Gateway:
 
     # -- generation ----------------------------------------------------------------------------------------------
 
-    async def _generate(self, exchange: Exchange, endpoint: Endpoint) -> None:
+    async def _generate(self, exchange: Exchange, endpoint: Endpoint, tenant: str) -> None:
         if exchange.method != "POST":
             raise method_not_allowed("POST")
         request_id = f"{self._life}{next(self._number):08x}"
         flight = Flight(exchange, request_id, self._clock.now_s(), [(b"x-kvbaton-request-id", request_id.encode())])
+        flight.tenant = tenant
         if RECORDER.on and (begun := RECORDER.begin(exchange.headers.get(TRACEPARENT))) is not None:
             self._traces[request_id] = RouterTrace(*begun, flight.received_s)
         claim, failure = Claim(self._bodies), None
@@ -264,7 +266,7 @@ class Gateway:
         headers = flight.exchange.headers
         forwarded = _forwarded(headers) if not headers.keys().isdisjoint(FORWARDED_HEADERS) else {}
         num_sequences = len(prompts) * request.n
-        salt = request.cache_salt
+        salt = self.door.salt(flight.tenant, request.cache_salt)
         if self._traces and (trace := self._traces.get(flight.request_id)) is not None:
             forwarded["traceparent"] = trace.call.header
         rolling = self._dispatcher.policy.disagg_percent < 100
@@ -422,8 +424,7 @@ class Gateway:
         }
 
     async def _internal(self, exchange: Exchange) -> None:
-        given = exchange.headers.get(INTERNAL_KEY_HEADER, b"")
-        if not self._key or not hmac.compare_digest(given, self._key):
+        if not self.door.knows_fleet(exchange):
             raise ApiError(403, "this needs the fleet's internal key", type="permission_error", code="forbidden")
         match exchange.method, exchange.path:
             case "PUT", "/internal/members":

@@ -21,7 +21,15 @@ from kvbaton.router.kv_feed import KVFeed
 from kvbaton.router.prefix_index import PrefixIndex
 from kvbaton.router.registry import Member
 from kvbaton.types import UNREADABLE
-from kvbaton.workers.kv_events import EVENTS_PATH, LIFE_HEADER, SEQUENCE_HEADER, SNAPSHOT_PATH, KVEventsAnswer
+from kvbaton.workers.kv_events import (
+    EVENTS_PATH,
+    KV_EVENTS_VERSION,
+    LIFE_HEADER,
+    SEQUENCE_HEADER,
+    SNAPSHOT_PATH,
+    VERSION_HEADER,
+    KVEventsAnswer,
+)
 
 log = logging.getLogger(__name__)
 WAIT_S = 1.0  # what the worker may wait for an event; also how long what is under way may outlive its request here
@@ -96,11 +104,12 @@ class KVFollower:
         url = f"{self._member.settings.url}{EVENTS_PATH}?from={feed.next}&wait_s={wait_s:g}"
         async with (
             asyncio.timeout(wait_s + self._settings.poll_timeout_s),
-            self._session.get(url, headers=self._headers) as response,
+            self._session.get(url, headers=self._headers, allow_redirects=False) as response,
         ):
             _expect_ok(response)
             raw = await _read_all(response, _MAX_ANSWER_BYTES)
         answer = _DECODER.decode(raw)
+        _expect_version(answer.version)
         result = feed.on_events(answer, began)
         if result == "gap":
             self._metrics.add("kvbaton_router_kv_gaps_total", self._member.name)
@@ -123,13 +132,14 @@ class KVFollower:
         url = self._member.settings.url + SNAPSHOT_PATH
         async with (
             asyncio.timeout(SNAPSHOT_TIMEOUT_S),
-            self._session.get(url, headers=self._headers) as response,
+            self._session.get(url, headers=self._headers, allow_redirects=False) as response,
         ):
             _expect_ok(response)
             num_bytes = response.content_length
             sequence = response.headers.get(SEQUENCE_HEADER.decode(), "")
             if num_bytes is None or num_bytes % HASH_BYTES or not sequence.isdigit():
                 raise ValueError("a snapshot without length or sequence number")
+            _expect_version(int(response.headers.get(VERSION_HEADER.decode(), "1")))
             staged = feed.on_snapshot(response.headers.get(LIFE_HEADER.decode(), ""), int(sequence))
             if staged is None:
                 return
@@ -148,6 +158,12 @@ class KVFollower:
             if complete:
                 staged.commit()
                 self._metrics.add("kvbaton_router_kv_resyncs_total", self._member.name)
+
+
+def _expect_version(version: int) -> None:
+    """Events of another version are not taken: what is sent to that worker counts instead."""
+    if version != KV_EVENTS_VERSION:
+        raise ValueError(f"its KV events have version {version}, not {KV_EVENTS_VERSION}")
 
 
 def _expect_ok(response: aiohttp.ClientResponse) -> None:

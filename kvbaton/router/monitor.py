@@ -72,7 +72,9 @@ class Monitor:
         try:
             async with (
                 asyncio.timeout(self._settings.poll_timeout_s),
-                self._session.get(f"{member.settings.url}/internal/info", headers=self._headers) as response,
+                self._session.get(
+                    f"{member.settings.url}/internal/info", headers=self._headers, allow_redirects=False
+                ) as response,
             ):
                 raw = await response.content.read(_MAX_INFO_BYTES)
                 if response.status != 200:

@@ -144,6 +144,7 @@ def _bound(fields: Schema, model: str, limits: RequestLimits) -> None:
     _narrow(fields["stop_token_ids"], "array", {"maxItems": limits.max_stop_token_ids})
     _narrow(fields["stop"], "array", {"maxItems": limits.max_stops})
     _narrow(fields["stop"], "string", {"minLength": 1, "maxLength": limits.max_stop_chars})
+    _narrow(fields["cache_salt"], "string", {"maxLength": limits.max_salt_chars})
     _narrow(fields["logit_bias"], "object", {"maxProperties": limits.max_logit_bias})
     _narrow(fields["prompt"], "array", {"minItems": 1})
     fields["model"]["examples"] = [model]

@@ -16,9 +16,11 @@ import aiohttp
 from kvbaton.clock import MonotonicClock
 from kvbaton.config import MemberSettings, RouterSettings
 from kvbaton.observe.metrics import Metrics
+from kvbaton.router.api_keys import ApiKeys
 from kvbaton.router.canary import Canary
 from kvbaton.router.discovery import follow_pods
 from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.door import Door, check_reach
 from kvbaton.router.gateway import Gateway, Served
 from kvbaton.router.monitor import Monitor
 from kvbaton.router.page import OpenPage
@@ -59,8 +61,10 @@ async def run_router(
     stop: asyncio.Event,
     report: Report,
     open_page: OpenPage | None = None,
+    keys: ApiKeys | None = None,
 ) -> bool:
     """Serve until ``stop``, or until told to drain. True when no request had to be cut off."""
+    check_reach(settings, keys, key)
     metrics, clock = Metrics("router"), MonotonicClock()
     index = PrefixIndex(settings.index_block_tokens, settings.index_blocks, settings.index_exact_blocks)
     registry = Registry(members, served.name, index, metrics, learning_from(settings.profile))
@@ -68,10 +72,13 @@ async def run_router(
     async with open_session(settings) as session, open_client(settings) as client:
         dispatcher = Dispatcher(registry, index, client, settings, key, metrics, clock)
         gateway = Gateway(registry, dispatcher, served, settings, key, metrics, clock)
+        gateway.door = Door(keys, key.encode(), settings.open_metrics)
         server = HttpServer(gateway, settings.head_timeout_s, half_closes=True)
         host, port = listener.getsockname()[:2]
         async with asyncio.TaskGroup() as group:
             watching = [group.create_task(Monitor(registry, index, session, settings, key, metrics).run())]
+            if keys is not None:
+                watching.append(group.create_task(keys.follow()))
             if settings.canary_interval_s:
                 canary = Canary(registry, session, served.tokenizer, key, metrics)
                 watching.append(group.create_task(canary.run(settings.canary_interval_s)))

@@ -21,7 +21,7 @@ from kvbaton.router.prefix_index import PrefixIndex, PromptChains
 from kvbaton.router.sent import Sent
 from kvbaton.router.views import MemberView
 from kvbaton.types import LocalError, Role
-from kvbaton.workers.protocol import PeerAddress, WorkerInfo
+from kvbaton.workers.protocol import CONTROL_VERSION, PeerAddress, WorkerInfo
 
 MemberState = Literal["unknown", "up", "draining", "down", "mismatch"]
 
@@ -202,7 +202,10 @@ class Registry:
         member.quarantined_until_s = 0.0
         if member.role != previous_role:
             self._forget_gauges(member.name, previous_role)
-        if info.role != member.role:
+        if abs(info.control_version - CONTROL_VERSION) > 1:
+            said = f"it speaks version {info.control_version} of the control API, this router {CONTROL_VERSION}"
+            member.state, member.reason = "mismatch", f"{said}: upgrade one version at a time"
+        elif info.role != member.role:
             member.state, member.reason = "mismatch", f"it says its role is {info.role}, not {member.role}"
         elif info.model_id != self._model_name:
             member.state, member.reason = "mismatch", f"it serves {info.model_id}, not {self._model_name}"

@@ -25,6 +25,8 @@ from kvbaton.workers.openai_errors import bad_request, unavailable
 
 EVENTS_PATH, SNAPSHOT_PATH = "/internal/kv-events", "/internal/kv-snapshot"
 LIFE_HEADER, SEQUENCE_HEADER = b"x-kvbaton-incarnation", b"x-kvbaton-sequence"
+# How hashes are made and what a batch means. Another version's hashes would be names of nothing: nobody reads across.
+KV_EVENTS_VERSION, VERSION_HEADER = 1, b"x-kvbaton-kv-version"
 MAX_ANSWER_HASHES = 32768  # of one answer: half a MiB
 MAX_BATCH_HASHES = 8192  # larger changes become several batches, so that an answer can always hold one
 MAX_WAIT_S = 20.0
@@ -44,6 +46,7 @@ class KVEventsAnswer(msgspec.Struct, frozen=True):
     gap: bool = False  # the batch asked for is gone, or never was: take a snapshot
     batches: tuple[BlockEvents, ...] = ()
     age_s: float = 0.0  # how long ago the oldest of ``batches`` happened
+    version: int = 1
 
 
 class KVEventLog:
@@ -94,7 +97,9 @@ class KVEventLog:
         with self._lock:
             skip, end = first - self._first, self._first + len(self._batches)
             if not 0 <= skip <= len(self._batches):
-                return KVEventsAnswer(self.incarnation, self.block_size, first, end, gap=True)
+                return KVEventsAnswer(
+                    self.incarnation, self.block_size, first, end, gap=True, version=KV_EVENTS_VERSION
+                )
             chosen: list[BlockEvents] = []
             num_hashes, oldest_s = 0, None
             for index in range(skip, len(self._batches)):
@@ -105,7 +110,8 @@ class KVEventLog:
                 oldest_s = at_s if oldest_s is None else oldest_s
                 chosen.append(batch)
         age_s = 0.0 if oldest_s is None else max(0.0, self._clock.now_s() - oldest_s)
-        return KVEventsAnswer(self.incarnation, self.block_size, first, end, False, tuple(chosen), age_s)
+        said = (False, tuple(chosen), age_s, KV_EVENTS_VERSION)
+        return KVEventsAnswer(self.incarnation, self.block_size, first, end, *said)
 
     async def wait_for(self, sequence: int, timeout_s: float) -> None:
         """Until batch ``sequence`` is there, or the time is up."""
@@ -181,6 +187,7 @@ class KVEventsEndpoint:
                     _length(len(hashes) * HASH_BYTES),
                     (LIFE_HEADER, self._log.incarnation.encode()),
                     (SEQUENCE_HEADER, b"%d" % sequence),
+                    (VERSION_HEADER, b"%d" % KV_EVENTS_VERSION),
                 ],
             )
             for start in range(0, len(hashes), _PART_HASHES):

@@ -36,6 +36,7 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.allow = allow  # the methods that a 405 must name
+        self.challenge = ""  # how a 401 asks for a key
 
     def body(self) -> bytes:
         return _ENCODER.encode(
@@ -48,6 +49,8 @@ class ApiError(Exception):
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
         if self.allow is not None:
             headers.append((b"allow", self.allow.encode()))
+        if self.challenge:
+            headers.append((b"www-authenticate", self.challenge.encode()))
         return headers
 
 

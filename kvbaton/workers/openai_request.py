@@ -48,6 +48,7 @@ class RequestLimits:
     max_stop_token_ids: int = 256
     max_logprobs: int = 20
     max_logit_bias: int = 1024
+    max_salt_chars: int = 256
     max_prompt_ids: int = 1 << 20  # token ids of a prompt in a large body, before it is known how many fit
     max_chars_per_token: int = 32  # a longer prompt than context x this is refused without tokenizing it
 
@@ -161,7 +162,7 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bo
         max_tokens=max_tokens,
         max_tokens_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         sampling=sampling,
-        cache_salt=body.cache_salt or "",
+        cache_salt=_salt(body.cache_salt or "", limits),
         user=user if isinstance(user := value_of(body.user), str) else "",
         priority=int(_number(body, "priority")),
         internal=internal,
@@ -371,6 +372,12 @@ def _plain(value: float) -> str:
     if isinstance(value, int):
         return str(value) if abs(value) < 10**40 else "a number of more than 40 digits"
     return str(int(value)) if float(value).is_integer() and abs(value) < 2**63 + 1 else repr(value)
+
+
+def _salt(salt: str, limits: RequestLimits) -> str:
+    if len(salt) > limits.max_salt_chars:
+        raise bad_request(f"cache_salt must have at most {limits.max_salt_chars} characters", "cache_salt")
+    return salt
 
 
 def _asked_tokens(body: Body) -> int | None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.kv.shared_pool import sweep_stale
 from kvbaton.kv.tier_directory import sweep_tiers
+from kvbaton.transfer.reach import is_loopback, require_secret
 from kvbaton.types import LocalError
 from kvbaton.workers.http import HttpServer, bind
 from kvbaton.workers.server import ServerOptions, WorkerServer
@@ -110,6 +111,7 @@ async def run_worker(
 
     StoppedEarly when ``stop`` comes before the model is loaded: then nothing was served, and the process should end.
     """
+    require_secret("the worker", settings.host, key.encode())
     bind(settings.host, settings.port).close()  # a port that is taken is known before the model is loaded
     if stale := sweep_stale():
         report("progress", message=f"removed {len(stale)} shared-memory segment(s) of processes that died")
@@ -133,6 +135,7 @@ async def run_worker(
                 eos_token_ids=worker.eos_token_ids,
                 model_name=model.name or worker.model_id,
                 internal_key=key,
+                closed=is_closed(settings),
                 kv_host=settings.kv_host or urlsplit(settings.engine_url).hostname or "",
                 chunk_tokens=settings.chunk_tokens,
                 max_running=settings.max_running,
@@ -156,6 +159,11 @@ async def run_worker(
         return clean
     finally:
         await worker.stop()
+
+
+def is_closed(settings: WorkerSettings) -> bool:
+    """Whether it generates for its router alone: nobody asks clients of a worker for an API key."""
+    return settings.clients == "refuse" or (settings.clients == "auto" and not is_loopback(settings.host))
 
 
 async def engine_death(worker: Any) -> None:

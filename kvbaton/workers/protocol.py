@@ -124,6 +124,9 @@ class Worker(Protocol):
 
 
 INTERNAL_KEY_HEADER = b"x-kvbaton-key"
+# Of ``/internal/*`` and the internal object. Neighbours understand each other: fields are only added, each with what
+# its absence means, and what a worker may not know yet is not sent to one that says an older version.
+CONTROL_VERSION = 2  # 1 did not say which one it was
 
 
 class ResumedSequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,6 +171,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     role_changes: int = 0  # how often it was told another role since it started; above 0 its word on its role counts
     pid: int = 0  # of its process, on its own host
     kv_events: bool = False  # whether it answers ``/internal/kv-events``
+    control_version: int = 1
 
 
 class RequestReport(msgspec.Struct, frozen=True):

@@ -2,7 +2,8 @@
 
 Invariants: a request is refused with a status, or answered, or its stream ends with an error event; the status line is
 not sent before the first token, so that whatever goes wrong until then has its own status; a client that goes away
-takes its sequences with it. The internal object and ``/internal/*`` are honoured only together with the fleet's key.
+takes its sequences with it. The internal object and ``/internal/*`` are honoured only together with the fleet's key;
+a closed worker generates for nobody else.
 Knows nothing about how the worker computes.
 """
 
@@ -50,6 +51,7 @@ from kvbaton.workers.openai_request import (
     with_internal,
 )
 from kvbaton.workers.protocol import (
+    CONTROL_VERSION,
     INTERNAL_KEY_HEADER,
     InternalRequest,
     RequestReport,
@@ -70,6 +72,7 @@ class ServerOptions:
     eos_token_ids: tuple[int, ...] = ()  # of the model's configuration, besides the tokenizer's own
     model_name: str = ""  # empty: the worker's own
     internal_key: str = ""
+    closed: bool = False  # only who has that key may generate: the router is where clients are let in
     kv_host: str = ""  # where peers find the hand-off server; empty: where they find this one
     chunk_tokens: int = 512  # of one engine step
     max_running: int = 64  # sequences in one batch
@@ -134,6 +137,8 @@ class WorkerServer:
         return answer
 
     async def _route(self, exchange: Exchange) -> None:
+        if self.options.closed and exchange.path.startswith("/v1/"):
+            self._authorize(exchange)
         match exchange.path:
             case "/v1/chat/completions":
                 await self._counted(exchange, "chat")
@@ -218,6 +223,7 @@ class WorkerServer:
             kv_events=self.worker.kv_events is not None,
             role_changes=self.role_changes,
             pid=os.getpid(),
+            control_version=CONTROL_VERSION,
         )
 
     @staticmethod
