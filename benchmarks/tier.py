@@ -87,8 +87,8 @@ def run_trace(name: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def fleet(args: argparse.Namespace, *flags: str) -> Iterator[str]:
-    """The address of one prefill and one decode worker's router."""
+def fleet(args: argparse.Namespace, *flags: str) -> Iterator[dict[str, str]]:
+    """One prefill and one decode worker: the addresses of the processes by name, the router's among them."""
     command = [sys.executable, "-m", "kvbaton.cli.main", "up", "--json", "--tied", "--port", "0", "--no-ui"]
     command += ["--prefill", "1", "--decode", "1", "--kv-blocks", str(args.kv_blocks), "--threshold-tokens", "0"]
     command += ["--dtype", args.dtype, "--name", "m", "--log-level", "warning", *flags]
@@ -97,7 +97,8 @@ def fleet(args: argparse.Namespace, *flags: str) -> Iterator[str]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         assert process.stdout is not None
-        yield str(json.loads(process.stdout.readline())["url"])
+        ready = json.loads(process.stdout.readline())
+        yield {one["name"]: one["url"] for one in ready["processes"]}
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=START_TIMEOUT_S)
@@ -127,21 +128,19 @@ def ask(url: str, messages: Sequence[dict[str, str]], max_tokens: int) -> tuple[
     return first_s, text, cached
 
 
-def tier_figures(url: str) -> dict[str, float]:
-    """The tier's counters, summed over the fleet's workers."""
+def tier_figures(processes: dict[str, str]) -> dict[str, float]:
+    """The tier's counters as each worker tells them."""
     found: dict[str, float] = {}
-    with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)) as connection:
-        connection.request("GET", "/fleet")
-        members = json.loads(connection.getresponse().read())["members"]
-    for member in members:
-        with contextlib.closing(http.client.HTTPConnection(urlsplit(member["url"]).netloc, timeout=60)) as connection:
+    for name, url in processes.items():
+        if name == "router":
+            continue
+        with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)) as connection:
             connection.request("GET", "/metrics")
             text = connection.getresponse().read().decode()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name.startswith("kvbaton_worker_tier_"):
-                    name = f"{member['role']}/{sample.name.removeprefix('kvbaton_worker_tier_')}"
-                    found[name] = found.get(name, 0.0) + sample.value
+                    found[f"{name} {sample.name.removeprefix('kvbaton_worker_tier_')}"] = sample.value
     return found
 
 
@@ -166,7 +165,7 @@ def run_live(args: argparse.Namespace) -> dict[str, Any]:
     cached: dict[str, list[list[int]]] = {arm: [[] for _ in range(args.turns)] for arm in ("off", "on")}
     num_same = 0
     with fleet(args) as off, fleet(args, "--kv-tier-memory", str(args.tier_mib)) as on:
-        urls = {"off": off, "on": on}
+        urls = {"off": off["router"], "on": on["router"]}
         for url in urls.values():
             ask(url, [{"role": "user", "content": "Hello."}], 4)
         histories: list[list[dict[str, str]]] = [[] for _ in said]
