@@ -38,6 +38,7 @@ def record_of(flight: Flight, endpoint: Endpoint, failure: ApiError | None, now_
     return {
         "request_id": flight.request_id,
         "client_request_id": flight.client_request_id,
+        "tenant": flight.tenant,
         "endpoint": endpoint,
         "outcome": flight.lifecycle.outcome,
         "states": flight.lifecycle.states,
