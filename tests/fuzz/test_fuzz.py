@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from fuzz.target import Target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-NUM_INPUTS = 120
+NUM_INPUTS = int(os.environ.get("KVBATON_FUZZ_INPUTS", "120"))
+NUM_DOCUMENTS = int(os.environ.get("KVBATON_FUZZ_DOCUMENTS", "25"))
 # What once broke a target: by its name.
 FOUND: tuple[tuple[str, bytes], ...] = (
     # Nested too deep where nobody looks: no error of the decoder, but one of Python's.
@@ -84,7 +86,13 @@ def test_any_document_is_refused(target: Target, tmp_path_factory: pytest.TempPa
         leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=6)
     )
 
-    @settings(max_examples=25, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=NUM_DOCUMENTS,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(documents)
     def check(document: object) -> None:
         run(encode(document))
