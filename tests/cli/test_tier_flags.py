@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 import pytest
+from kv.tier_memory import assert_goes
 
 from kvbaton.cli.up import tier_held
 from kvbaton.config import FleetSettings, ModelSettings, WorkerSettings, load
@@ -32,7 +33,7 @@ def test_the_memory_outlives_a_worker_and_goes_with_the_fleet(tiny_model_dir: Pa
         assert memory.exists()
         asyncio.run(live_once())
         assert memory.exists()
-    assert not memory.exists()
+    assert_goes(memory)
     with tier_held(FleetSettings(), key):
         assert not memory.exists(), "nobody asked for it"
 
@@ -48,7 +49,7 @@ def test_without_a_fleet_it_goes_with_the_last_worker(tiny_model_dir: Path, tmp_
         await worker.stop()
 
     asyncio.run(live_once())
-    assert not memory_directory(memory_name(key, settings.kv_tier_disk)).exists()
+    assert_goes(memory_directory(memory_name(key, settings.kv_tier_disk)))
     assert (tmp_path / "kvbaton-tier" / "index.sqlite").exists()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from integration.topologies import Fleet, Topology, random_prompts
+from kv.tier_memory import assert_goes
 
 from kvbaton.kv.tier import MIB, TierOptions
 from kvbaton.kv.tier_directory import TierDirectory, memory_directory
@@ -30,7 +31,7 @@ def tier() -> Iterator[TierOptions]:
     directory.settle()
     yield TierOptions(32 * MIB, name)
     directory.close()
-    assert not memory_directory(name).exists()
+    assert_goes(memory_directory(name))
 
 
 def patient(fleet: Fleet) -> None:
@@ -52,7 +53,7 @@ def loaded(fleet: Fleet) -> list[int]:
     return [worker.stats().num_tier_tokens for worker in (*fleet.prefill, *fleet.decode)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 async def test_any_worker_reuses_what_any_computed(tiny_model_dir: Path, tier: TierOptions, dtype: str) -> None:
     prompts = random_prompts(6, longest=200, vocab_size=250, seed=1)
     options = {"dtype": dtype, "num_blocks": 256}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kv.tier_memory import assert_goes
 
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
@@ -61,7 +62,7 @@ def memory() -> Iterator[str]:
     """A name for a level in memory, of which nothing may be left."""
     name = secrets.token_hex(8)
     yield name
-    assert not memory_directory(name).exists()
+    assert_goes(memory_directory(name))
 
 
 def opened(memory: str = "", disk: Path | None = None, blocks: int = 4, disk_blocks: int = 8, **changes: str) -> Tier:
@@ -302,10 +303,11 @@ def test_memory_of_killed_processes_is_swept_and_of_living_ones_is_not() -> None
     directory = TierDirectory(memory_directory(living), passing=True)
     directory.settle()
     swept = sweep_tiers()
-    assert not memory_directory(dead).exists() and memory_directory(living).exists()
+    assert_goes(memory_directory(dead))
+    assert memory_directory(living).exists()
     assert memory_directory(living).name not in swept
     directory.close()
-    assert not memory_directory(living).exists()
+    assert_goes(memory_directory(living))
 
 
 def test_the_last_one_takes_the_memory_away(memory: str) -> None:
