@@ -205,10 +205,13 @@ class HandoffClient:
         self, peer: PeerConnection, request: GenerateRequest, have_tokens: int, deadline_s: float
     ) -> DecodeSession:
         layout = peer.identity.layout
+        options = self._options
+        # NIXL's copies share one agent: two at once are no faster, and each costs milliseconds before its first byte.
+        large = peer.transport == "nixl"
         limits = PullLimits(
-            max(1, self._options.max_copy_bytes // layout.layer_block_bytes),
-            self._options.max_copies,
-            self._options.streaming,
+            max(1, (options.nixl_copy_bytes if large else options.max_copy_bytes) // layout.layer_block_bytes),
+            1 if large else options.max_copies,
+            options.streaming,
         )
         source = Source(layout.num_layers, layout.block_size, peer.identity.num_blocks)
         return DecodeSession(peer.new_pull_id(), request, have_tokens, source, limits, deadline_s)

@@ -21,6 +21,7 @@ class HandoffOptions:
     silence_s: float = 15.0  # ... and a side that hears nothing for this long takes the other one for dead
     stall_s: float = 10.0  # a read that was asked for and brings no byte for this long has failed
     max_copy_bytes: int = 8 * 2**20  # one copy; bounds how long an abort waits for the copy in flight
+    nixl_copy_bytes: int = 32 * 2**20  # one copy over NIXL, of which one is in flight for a request
     max_copies: int = 2  # in flight for one request; with the above, what one request may have outstanding
     max_connections: int = 256
     max_sessions: int = 4096  # requests in progress on one connection
@@ -29,7 +30,8 @@ class HandoffOptions:
     secret: bytes = field(default=b"", repr=False)  # the fleet's; without one a lender listens on loopback alone
 
     def __post_init__(self) -> None:
-        for name in ("lease_s", "connect_s", "frame_s", "heartbeat_s", "stall_s", "max_copy_bytes", "max_copies"):
+        positive = ("lease_s", "connect_s", "frame_s", "heartbeat_s", "stall_s")
+        for name in (*positive, "max_copy_bytes", "nixl_copy_bytes", "max_copies"):
             if getattr(self, name) <= 0:
                 raise LocalError(f"{name} must be positive, got {getattr(self, name)}", field=name)
         if self.max_strangers < 1 or self.ticket_s < self.lease_s:

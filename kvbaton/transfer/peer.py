@@ -164,7 +164,7 @@ class PeerConnection:
         if self.transport == "nixl":
             assert nixl is not None, "whoever wants nixl has it"
             options = self._options
-            return NixlSource(nixl, reply.identity, executor, options.max_copy_bytes, options.stall_s, self.close)
+            return NixlSource(nixl, reply.identity, executor, options.nixl_copy_bytes, options.stall_s, self.close)
         if self.transport == "shm":
             try:
                 return shm_source(reply.identity, executor)
