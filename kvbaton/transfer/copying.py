@@ -42,8 +42,11 @@ class CopyingSource:
 
     def start_copy(self, offer: Offer, region: Region, placement: Placement, on_copied: OnCopied) -> None:
         """``on_copied`` is called on the loop, when no byte lands any more."""
+        self._run(on_copied, self._copy, offer, region, placement)
+
+    def _run(self, on_copied: OnCopied, copy: Callable[..., None], *args: object) -> None:
         self._num_busy += 1
-        future = self._loop.run_in_executor(self._executor, self._copy, offer, region, placement)
+        future = self._loop.run_in_executor(self._executor, copy, *args)
 
         def done(finished: asyncio.Future[None]) -> None:
             self._num_busy -= 1

@@ -29,7 +29,7 @@ from kvbaton.transfer.nixl_source import NixlPool, NixlSource
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.placement import Placement
 from kvbaton.transfer.ranges import Region
-from kvbaton.transfer.sharding import shm_source
+from kvbaton.transfer.shm import ShmSource
 from kvbaton.transfer.tcp import TcpSource
 from kvbaton.transfer.wire import (
     HANDSHAKE_FRAME_BYTES,
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 class KVSource(Protocol):
-    """A way to read the peer's pool: ShmSource, RankSources, TcpSource, NixlSource."""
+    """A way to read the peer's pool: ShmSource, TcpSource, NixlSource."""
 
     def start_copy(self, offer: Offer, region: Region, placement: Placement, on_copied: OnCopied) -> None: ...
 
@@ -167,7 +167,7 @@ class PeerConnection:
             return NixlSource(nixl, reply.identity, executor, options.nixl_copy_bytes, options.stall_s, self.close)
         if self.transport == "shm":
             try:
-                return shm_source(reply.identity, executor)
+                return ShmSource(reply.identity, executor)
             except KvbatonError as error:
                 if self._options.transport == "shm":
                     raise

@@ -132,3 +132,11 @@ class Placement:
                 min(self._num_tokens, block_stop * size),
             )
         return self._copies[key]
+
+
+class ShardedPlacement:
+    """Where the parts of what is read go: one placement for each pair of ranks that share heads."""
+
+    def __init__(self, parts: Sequence[Placement]) -> None:
+        self.parts = tuple(parts)
+        self.source_block_bytes = sum(part.source_block_bytes for part in parts)

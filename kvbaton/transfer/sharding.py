@@ -12,17 +12,13 @@ one part that fails is a failure of the whole. Knows nothing about sessions, lea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from kvbaton.kv.rank_pools import AnyPool, RankPools, rank_layout
 from kvbaton.kv.reshard import HeadRange, ranks_to_read
 from kvbaton.kv.shared_pool import SharedPool
 from kvbaton.transfer.copying import OnCopied
-from kvbaton.transfer.errors import PeerRefused
-from kvbaton.transfer.placement import Placement, Shard
+from kvbaton.transfer.placement import Placement, Shard, ShardedPlacement
 from kvbaton.transfer.ranges import Region
 from kvbaton.transfer.shm import ShmSource
 from kvbaton.transfer.wire import Identity, Offer, RankPool
@@ -42,23 +38,10 @@ def rank_pools_of(pool: AnyPool) -> tuple[RankPool, ...]:
     )
 
 
-def heads_by_rank(identity: Identity) -> list[HeadRange]:
+def _heads_by_rank(identity: Identity) -> list[HeadRange]:
     if not identity.ranks:
         return [HeadRange(0, identity.layout.num_kv_heads)]
     return [HeadRange(rank.first_head, rank.first_head + rank.num_heads) for rank in identity.ranks]
-
-
-def num_heads_held(identity: Identity) -> int:
-    """By all ranks together; more than the model has where ranks hold the same ones."""
-    return sum(held.num_heads for held in heads_by_rank(identity))
-
-
-class ShardedPlacement:
-    """Where the parts of what is read go: one placement for each pair of ranks that share heads."""
-
-    def __init__(self, parts: Sequence[Placement]) -> None:
-        self.parts = tuple(parts)
-        self.source_block_bytes = sum(part.source_block_bytes for part in parts)
 
 
 def place(
@@ -72,7 +55,7 @@ def place(
     have_tokens, num_tokens = tokens
     if isinstance(pool, SharedPool) and not peer.ranks:
         return Placement(pool, block_ids, peer.layout, have_tokens, num_tokens)
-    sources = heads_by_rank(peer)
+    sources = _heads_by_rank(peer)
     parts: list[Placement] = []
     for own_heads, own in _ranks(pool):
         for rank, heads in ranks_to_read(own_heads, sources):
@@ -91,52 +74,15 @@ def _ranks(pool: AnyPool) -> list[tuple[HeadRange, SharedPool]]:
     return [(HeadRange(0, pool.layout.num_kv_heads), pool)]
 
 
-def shm_source(peer: Identity, executor: Executor) -> ShmSource | RankSources:
-    """Every rank's pool, mapped; or the one pool of a peer that has no ranks."""
-    if not peer.ranks:
-        return ShmSource(peer, executor)
-    sources: list[ShmSource] = []
-    try:
-        for rank, held in zip(peer.ranks, heads_by_rank(peer), strict=True):
-            if rank.shm_name is None:
-                raise PeerRefused(f"peer {peer.incarnation} does not name the pool of each rank")
-            layout = rank_layout(peer.layout, held)
-            one = msgspec.structs.replace(peer, layout=layout, shm_name=rank.shm_name, ranks=())
-            sources.append(ShmSource(one, executor))
-    except BaseException:
-        for source in sources:
-            source.close()
-        raise
-    return RankSources(sources)
-
-
-class RankSources:
-    """A mapped pool for each rank of the peer; each placement says whose it reads."""
-
-    def __init__(self, sources: Sequence[KVSource]) -> None:
-        self._sources = tuple(sources)
-
-    def start_copy(self, offer: Offer, region: Region, placement: Placement, on_copied: OnCopied) -> None:
-        self._sources[placement.shard.rank].start_copy(offer, region, placement, on_copied)
-
-    def stop_copies(self, placement: Placement) -> None:
-        self._sources[placement.shard.rank].stop_copies(placement)
-
-    def close(self) -> None:
-        for source in self._sources:
-            source.close()
-
-    def join(self) -> None:
-        for source in self._sources:
-            source.join()
-
-
 def start_copy(
     source: KVSource, offer: Offer, region: Region, placement: Placement | ShardedPlacement, on_copied: OnCopied
 ) -> None:
     """``on_copied`` is called on the loop, when no byte of any part lands any more."""
     if isinstance(placement, Placement):
         source.start_copy(offer, region, placement, on_copied)
+        return
+    if isinstance(source, ShmSource):
+        source.start_copies(offer, region, placement, on_copied)
         return
     errors: list[KvbatonError | None] = []
     num_parts = len(placement.parts)

@@ -15,14 +15,16 @@ from prefill_process import FakePrefill, expected_kv, make_identity, make_pool, 
 from kvbaton.kv.layout import KVLayout
 from kvbaton.kv.rank_pools import RankPools
 from kvbaton.kv.reshard import HeadRange, head_ranges
+from kvbaton.transfer.auth import TICKET_BYTES
 from kvbaton.transfer.client import HandoffClient, pull_all
 from kvbaton.transfer.errors import LeaseLost, PeerRefused, TransferCorrupt
 from kvbaton.transfer.identity import refusals
+from kvbaton.transfer.lent import lent_pieces
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.transfer.server import HandoffServer
-from kvbaton.transfer.sharding import num_heads_held, place
+from kvbaton.transfer.sharding import place
 from kvbaton.transfer.tcp import DataSender
-from kvbaton.transfer.wire import RankPool
+from kvbaton.transfer.wire import RankPool, Read
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=6, head_dim=8, block_size=16, dtype="bfloat16")
 NUM_BLOCKS = 48
@@ -236,7 +238,6 @@ def test_how_many_ranks_there_are_refuses_nothing():
     two = identity_with((RankPool(0, 3), RankPool(3, 3)), 2)
     twelve = identity_with(tuple(RankPool(rank // 2, 1) for rank in range(12)), 12)
     assert refusals(two, twelve) == refusals(twelve, two) == refusals(two, identity_with((), 1)) == ()
-    assert (num_heads_held(two), num_heads_held(twelve)) == (6, 12)
 
 
 async def test_a_lender_whose_ranks_do_not_add_up_is_refused_by_the_reader(make_pools):
@@ -278,3 +279,21 @@ def test_heads_that_are_wanted_are_asked_for_where_memory_cannot_be_mapped():
         for pool in (own, one):
             pool.unlink()
             pool.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rank": 2}, {"rank": 1, "head_start": 2, "head_stop": 4}, {"head_start": 1, "head_stop": 1}, {"head_stop": 4}],
+)
+def test_what_a_rank_does_not_hold_is_not_lent(wrong: dict[str, int]) -> None:
+    """Rank 0 holds heads 0 to 3, rank 1 heads 3 to 6."""
+    pool = make_pool(LAYOUT, 8, tp=2)
+    good = Read(1, bytes(TICKET_BYTES), 0, 1, 0, 2, rank=1, head_start=4, head_stop=6)
+    try:
+        (piece,) = lent_pieces(pool, good, 0, (3, 5))
+        assert piece.nbytes == 2 * 2 * 2 * 16 * 8 * 2  # blocks, K and V, heads, tokens, head dim, bytes
+        odd = msgspec.structs.replace(good, **{"rank": 0, "head_start": 0, "head_stop": 0, **wrong})
+        assert lent_pieces(pool, odd, 0, (3, 5)) is None
+    finally:
+        pool.unlink()
+        pool.close()

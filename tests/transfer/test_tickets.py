@@ -79,3 +79,10 @@ def test_each_block_of_each_layer_is_lent_once(book):
     assert book.take(overlapping, 0, 9) is None
     rest = msgspec.structs.replace(READ, block_start=1, block_stop=3)
     assert book.take(rest, 0, 9) is not None and book.take(rest, 0, 9) is None
+
+
+def test_each_part_of_a_reader_has_a_block_once(book):
+    """Ranks of one reader may need the same heads."""
+    other = msgspec.structs.replace(READ, part=3)
+    assert book.take(READ, 0, 9) is not None and book.take(other, 0, 9) is not None
+    assert book.take(READ, 0, 9) is None and book.take(other, 0, 9) is None
