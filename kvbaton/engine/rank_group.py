@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 START_S = 180.0  # until a rank has its part of the model
 _END_S = 5.0
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 5.0  # it is ending, or about to say why
 
 
 class RankGroup:
@@ -62,7 +62,11 @@ class RankGroup:
                 )
             )
         self._links[-1].set_deadline(START_S)
-        self._links[-1].send(setup)
+        try:
+            self._links[-1].send(setup)
+        except LinkEnded:
+            told = self._how_it_ended(len(self._links))
+            raise LocalError(f"rank {setup.rank} of this worker {told}", field="tp") from None
 
     def wait_ready(self, deadline_s: float) -> None:
         """Until every rank has its part of the model; ``deadline_s`` is of every later message. LocalError if not."""
@@ -70,10 +74,9 @@ class RankGroup:
             try:
                 said = link.receive()
             except (LinkEnded, TimeoutError) as error:
-                late = (
-                    f"was not ready in {START_S:.0f} s" if isinstance(error, TimeoutError) else self._how_it_ended(rank)
-                )
-                raise LocalError(f"rank {rank} of this worker {late}", field="tp") from None
+                late = isinstance(error, TimeoutError)
+                told = f"was not ready in {START_S:.0f} s" if late else self._how_it_ended(rank)
+                raise LocalError(f"rank {rank} of this worker {told}", field="tp") from None
             if not isinstance(said, Ready):
                 raise LocalError(f"rank {rank} of this worker did not start: {_words(said)}", field="tp")
             link.set_deadline(deadline_s)
@@ -131,7 +134,8 @@ class RankGroup:
         fileno, _ = poller.poll()[0]
         if self._closing:
             return
-        self.fail(f"rank {ranks[fileno]} {self._last_words(ranks[fileno])}")
+        if self._lost is None:
+            self.fail(f"rank {ranks[fileno]} {self._last_words(ranks[fileno])}")
         for process in self._processes:
             process.kill()  # one that is stopped would not notice that we are gone
         log.error("the ranks of this worker are lost, and with them the worker: %s", self._lost)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from kvbaton.engine.torch_model import TorchModel
 from kvbaton.engine.weights import load_model_dir
 from kvbaton.kv.layout import KVLayout
 from kvbaton.kv.rank_pools import rank_layout
-from kvbaton.kv.shared_pool import SharedPool
+from kvbaton.kv.shared_pool import SharedPool, sweep_stale
 from kvbaton.types import LocalError
 
 NUM_BLOCKS = 32
@@ -193,6 +196,41 @@ def test_ranks_are_processes_that_end_with_their_worker(make_tiny_model) -> None
     assert not [name for name in names if Path("/dev/shm", name).exists()]
     loaded.pool.close()
     alone.pool.close()
+
+
+def runs(pid: int) -> bool:
+    """Not gone, and not a dead process that nobody has waited for."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+WORKER = """
+import pathlib, sys, time
+from kvbaton.engine.loader import LoadOptions, load
+loaded = load(LoadOptions(model_dir=pathlib.Path(sys.argv[1]), dtype="float32", num_kv_blocks=32, tp=3), sys.argv[2])
+print(*loaded.ranks.pids, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_end_when_rank_0_is_killed(make_tiny_model) -> None:
+    """They have no chance to be told; the names of the pools go with the next worker's start."""
+    incarnation = f"killed-{os.getpid()}"
+    arguments = [sys.executable, "-c", WORKER, str(make_tiny_model("llama", **SMOL)), incarnation]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        pids = [int(pid) for pid in worker.stdout.readline().split()]
+        assert len(pids) == 2
+        assert len(list(Path("/dev/shm").glob(f"kvbaton-{incarnation}-kv*"))) == 3
+        worker.kill()
+    deadline_s = time.monotonic() + 60
+    while any(map(runs, pids)):
+        assert time.monotonic() < deadline_s, "a rank outlived its worker"
+        time.sleep(0.02)
+    assert len([name for name in sweep_stale() if incarnation in name]) == 3
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from kvbaton.engine.scheduler import SchedulerConfig
 from kvbaton.engine.shares import shares
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.engine.weights import default_model_dir
+from kvbaton.kv.tier import TierOptions
 from kvbaton.transfer.errors import HandoffError
 from kvbaton.transfer.options import HandoffOptions
 from kvbaton.types import GenerateRequest, KvbatonError, LocalError, SamplingParams
@@ -265,6 +266,7 @@ async def test_a_rank_of_the_decode_side_that_dies_frees_the_prefill_side(make_t
     ("options", "field"),
     [
         (WorkerOptions(handoff=HandoffOptions(transport="nixl")), "transport"),
+        (WorkerOptions(tier=TierOptions(memory_bytes=1 << 20, memory_name="kvbaton-none")), "kv_tier_memory_mib"),
     ],
 )
 def test_what_several_ranks_do_not_do_is_refused_by_name(
