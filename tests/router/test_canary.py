@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from router.fleet import KEY
 from router.test_real_fleet import RealFleet, real_fleet
 from safetensors.numpy import load_file, save_file
 
@@ -16,7 +17,7 @@ from kvbaton.router.canary import Canary
 def make_canary(real: RealFleet) -> Canary:
     fleet = real.fleet
     gateway = fleet.gateway
-    return Canary(fleet.registry, fleet.http, gateway._tokenizer, gateway._key.decode(), fleet.metrics)
+    return Canary(fleet.registry, fleet.http, gateway._tokenizer, KEY, fleet.metrics)
 
 
 async def turns(canary: Canary, num: int) -> list[str | None]:
