@@ -154,7 +154,7 @@ def test_a_scenario_with_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.num_blocks == rough.num_blocks
     assert "tables" in found.step.source and "tables" in engine.source
     assert found.step.tpot_s(16, 2_000) == pytest.approx(rough.step.tpot_s(16, 2_000), rel=0.5)
-    with pytest.raises(LocalError, match="two sources"):
+    with pytest.raises(LocalError, match="profile and tables are 2 sources"):
         parse({**raw, "engine": {"tables": "vllm", "profile": "p.json"}})
     mixture = {**raw, "model": {"preset": "Qwen3-30B-A3B"}, "engine": {"tables": "vllm"}}
     with pytest.raises(LocalError, match="no dense decoder"):
