@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from kvbaton.bench.prompts import PromptBuilder
 from kvbaton.drill import resources
 from kvbaton.drill.fleet import Target
 from kvbaton.drill.resources import Held, Watch
-from kvbaton.drill.run import held, machine_of_the_drill, whole_at_first
+from kvbaton.drill.run import Tell, held, machine_of_the_drill, whole_at_first
 from kvbaton.drill.samples import FleetSeen
 from kvbaton.drill.soak_faults import Faults
 from kvbaton.drill.soak_load import Builder, Letters, Mixture, Sent, TraceLoad
@@ -41,7 +41,6 @@ from kvbaton.types import KvbatonError, LocalError, RemoteError
 LOOK_EVERY_S = 2.0
 REST_S = 200.0  # connections that are kept for a while are closed by then
 NUM_CANARIES = 12
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kvbaton.engine.json_object import read_object
 from kvbaton.types import LocalError
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -100,8 +101,8 @@ class ModelConfig:
         """Read a model directory. The revision covers the config only; ``weights.load_model_dir`` adds the weights."""
         config_path = config_file(path)
         generation_path = path / "generation_config.json"
-        generation = _read_json(generation_path) if generation_path.is_file() else {}
-        return cls.from_dict(_read_json(config_path), generation)
+        generation = read_object(generation_path, str(generation_path)) if generation_path.is_file() else {}
+        return cls.from_dict(read_object(config_path, str(config_path)), generation)
 
     def content_hash(self, *more: bytes) -> str:
         """Hash of everything that decides the values computed, and of ``more``.
@@ -125,16 +126,6 @@ def config_file(path: Path) -> Path:
         fix = "give a Hugging Face model directory as --model"
         raise LocalError(f"no config.json in {path}", field="model", fix=fix)
     return file
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise LocalError(f"{path} is not valid JSON: {error}", field=path.name) from error
-    if not isinstance(content, dict):
-        raise LocalError(f"{path} must hold a JSON object", field=path.name)
-    return content
 
 
 def _required(config: JsonObject, name: str, where: str = "config.json") -> Any:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbaton.engine.chat_template import ChatTemplate
+from kvbaton.engine.json_object import read_object
 from kvbaton.engine.segments import SegmentCache
 from kvbaton.engine.user_text import MarkerGuard
 from kvbaton.engine.words import WordCache
@@ -78,8 +79,8 @@ class Tokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a model directory."""
         path = Path(path)
         config_path = path / "tokenizer_config.json"
-        definition = _read_object(definition_path(path))
-        config = _read_object(config_path) if config_path.is_file() else {}
+        definition = _object_in(definition_path(path))
+        config = _object_in(config_path) if config_path.is_file() else {}
         special_tokens = _special_tokens(config)
         return cls(definition, special_tokens, ChatTemplate.find(path, config, special_tokens))
 
@@ -225,14 +226,8 @@ def definition_path(path: Path) -> Path:
     return definition
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise LocalError(f"{path.name} is not valid JSON: {error}", field=path.name) from None
-    if not isinstance(found, dict):
-        raise LocalError(f"{path.name} must hold a JSON object", field=path.name)
-    return found
+def _object_in(path: Path) -> dict[str, Any]:
+    return read_object(path, path.name)
 
 
 def _library(definition: Mapping[str, Any]) -> Library:

@@ -10,12 +10,22 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 
+import numpy as np
+
+from kvbaton.transfer.errors import LeaseLost
 from kvbaton.transfer.placement import Placement
 from kvbaton.transfer.ranges import Region
 from kvbaton.transfer.wire import Offer
 from kvbaton.types import KvbatonError, LocalError
 
 OnCopied = Callable[[KvbatonError | None], None]
+
+
+def require_unchanged(found: np.ndarray, offered: np.ndarray) -> None:
+    """LeaseLost unless the generations of blocks, read after their last byte, are those that were offered."""
+    changed = np.count_nonzero(found != offered)
+    if changed:
+        raise LeaseLost(f"{changed} of {found.size} blocks were reused by the prefill side while being read")
 
 
 class CopyingSource:

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from kvbaton.kv.shared_pool import SharedPool
-from kvbaton.transfer.copying import CopyingSource
-from kvbaton.transfer.errors import HandoffError, LeaseLost, PeerUnreachable
+from kvbaton.transfer.copying import CopyingSource, require_unchanged
+from kvbaton.transfer.errors import HandoffError, PeerUnreachable
 from kvbaton.transfer.placement import Placement
 from kvbaton.transfer.ranges import Region, runs
 from kvbaton.transfer.wire import Identity, NixlMemory, Offer
@@ -254,9 +254,7 @@ class NixlSource(CopyingSource):
             theirs.append((source + ids[start] * _GENERATION_BYTES, num_bytes, 0))
         self._nixl.read(self._name, ours, theirs, self._stall_s)
         offered = np.array(offer.generations[region.block_start : region.block_stop], dtype=np.uint64)
-        changed = np.count_nonzero(buffer.generations[: len(ids)] != offered)
-        if changed:
-            raise LeaseLost(f"{changed} of {len(ids)} blocks were reused by the prefill side while being read")
+        require_unchanged(buffer.generations[: len(ids)], offered)
 
     def _place(self, region: Region, placement: Placement, buffer: _Buffer) -> None:
         num_bytes = (region.block_stop - region.block_start) * self._peer.layout.layer_block_bytes

@@ -16,8 +16,8 @@ import numpy as np
 
 from kvbaton.kv.layout import KVLayout
 from kvbaton.kv.shared_pool import SharedPool
-from kvbaton.transfer.copying import CopyingSource, OnCopied
-from kvbaton.transfer.errors import LeaseLost, PeerRefused
+from kvbaton.transfer.copying import CopyingSource, OnCopied, require_unchanged
+from kvbaton.transfer.errors import PeerRefused
 from kvbaton.transfer.placement import Placement, ShardedPlacement
 from kvbaton.transfer.ranges import Region
 from kvbaton.transfer.wire import Identity, Offer
@@ -70,12 +70,6 @@ def _segments(peer: Identity) -> list[tuple[str | None, KVLayout]]:
 def _copy_from(pool: SharedPool, offer: Offer, region: Region, placement: Placement) -> None:
     blocks = np.array(offer.block_ids[region.block_start : region.block_stop], dtype=np.int64)
     offered = np.array(offer.generations[region.block_start : region.block_stop], dtype=np.uint64)
-    _require(pool, blocks, offered)  # spares the copy
+    require_unchanged(pool.generations[blocks], offered)  # spares the copy
     placement.copy_region(pool, offer.block_ids, region)
-    _require(pool, blocks, offered)
-
-
-def _require(pool: SharedPool, blocks: np.ndarray, offered: np.ndarray) -> None:
-    changed = np.flatnonzero(pool.generations[blocks] != offered)
-    if changed.size:
-        raise LeaseLost(f"{changed.size} of {blocks.size} blocks were reused by the prefill side while being read")
+    require_unchanged(pool.generations[blocks], offered)

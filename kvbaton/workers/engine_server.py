@@ -17,10 +17,10 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from kvbaton.types import CapacityError, LocalError, RemoteError
+from kvbaton.types import UNREADABLE, CapacityError, LocalError, RemoteError
 from kvbaton.workers.protocol import WorkerEvent, WorkerStats
 from kvbaton.workers.vllm_metrics import EngineFigures, FigureTable, read_figures
-from kvbaton.workers.vllm_stream import MAX_EVENT_BYTES, UNREADABLE, EventSplitter, message_of
+from kvbaton.workers.vllm_stream import MAX_EVENT_BYTES, EventSplitter, message_of
 
 log = logging.getLogger(__name__)
 SCRAPE_S = 0.25

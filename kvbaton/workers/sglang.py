@@ -26,7 +26,7 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import describe, fingerprint_of
 from kvbaton.kv.layout import KVLayout
-from kvbaton.types import CapacityError, GenerateRequest, RemoteError, Role
+from kvbaton.types import UNREADABLE, CapacityError, GenerateRequest, RemoteError, Role
 from kvbaton.workers.engine_server import EngineServer, answering, refusal
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
@@ -34,7 +34,7 @@ from kvbaton.workers.sglang_bootstrap import ROUTE_QUERY, BootstrapInfo, DecodeS
 from kvbaton.workers.sglang_stream import PART, PartReader
 from kvbaton.workers.two_legs import both_legs
 from kvbaton.workers.vllm_metrics import SGLANG
-from kvbaton.workers.vllm_stream import UNREADABLE, status_of
+from kvbaton.workers.vllm_stream import status_of
 
 _ENCODER = msgspec.json.Encoder()
 _MODES: dict[Role, tuple[str | None, ...]] = {"prefill": ("prefill",), "decode": ("decode",), "both": ("null", None)}

@@ -26,12 +26,12 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
-from kvbaton.types import GenerateRequest, LocalError, RemoteError, Role
+from kvbaton.types import UNREADABLE, GenerateRequest, LocalError, RemoteError, Role
 from kvbaton.workers.engine_server import EngineServer, answering, refusal
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
 from kvbaton.workers.vllm_metrics import TRTLLM
-from kvbaton.workers.vllm_stream import CHUNK, UNREADABLE, Choice, Logprobs, TokenReader, Usage, status_of
+from kvbaton.workers.vllm_stream import CHUNK, Choice, Logprobs, TokenReader, Usage, status_of
 
 _ENCODER = msgspec.json.Encoder()
 _USUAL_BLOCK_SIZE = 32  # tokens, until the server says its own

@@ -28,7 +28,7 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
-from kvbaton.types import GenerateRequest, RemoteError, Role
+from kvbaton.types import UNREADABLE, GenerateRequest, RemoteError, Role
 from kvbaton.workers.engine_server import EngineServer, answering, refusal
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
@@ -40,7 +40,6 @@ from kvbaton.workers.vllm_mooncake import MooncakePeers, Transfer
 from kvbaton.workers.vllm_server import VllmServer
 from kvbaton.workers.vllm_stream import (
     CHUNK,
-    UNREADABLE,
     Chunk,
     TokenReader,
     Usage,

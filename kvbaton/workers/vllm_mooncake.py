@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from kvbaton.types import RemoteError
+from kvbaton.types import UNREADABLE, RemoteError
 from kvbaton.workers.engine_server import EngineServer
 from kvbaton.workers.protocol import PeerAddress
-from kvbaton.workers.vllm_stream import UNREADABLE
 
 BOOTSTRAP_PORT = 8998  # what VLLM_MOONCAKE_BOOTSTRAP_PORT is when nobody sets it
 _RANK_HEADER = "x-data-parallel-rank"

@@ -368,9 +368,9 @@ def _stream_seeds() -> list[bytes]:
 
 def _engine_streams(folder: Path) -> Run:
     """What servers of other engines send: tokens within what was asked for, or an error that says who is at fault."""
-    from kvbaton.types import GenerateRequest, LocalError, SamplingParams
+    from kvbaton.types import UNREADABLE, GenerateRequest, LocalError, SamplingParams
     from kvbaton.workers.sglang_stream import PART, PartReader
-    from kvbaton.workers.vllm_stream import CHUNK, UNREADABLE, EventSplitter, TokenReader, message_of, status_of
+    from kvbaton.workers.vllm_stream import CHUNK, EventSplitter, TokenReader, message_of, status_of
 
     request = GenerateRequest("r", (1, 2), SamplingParams(max_tokens=4), eos_token_ids=(7,))
 
