@@ -22,7 +22,11 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def test_sequences_of_a_batch_do_not_meet(tiny_model_dir: Path, make_runner: MakeRunner) -> None:
-    """Decodes and prefill chunks of several sequences in one step give what each gives alone."""
+    """Decodes and prefill chunks of several sequences in one step give what each gives alone.
+
+    As near as float32 products in another order are: 1e-5 of logits of size 3 on one processor is just passed on the next.
+    Another sequence's key or row would move them by more than a hundredth.
+    """
     lengths = {"a": 45, "b": 1, "c": 17, "d": 8}
     alone = {
         name: make_runner(tiny_model_dir).run(tokens(n + 3, seed=n), [n, 1, 1, 1], name) for name, n in lengths.items()
@@ -30,12 +34,12 @@ def test_sequences_of_a_batch_do_not_meet(tiny_model_dir: Path, make_runner: Mak
     together = make_runner(tiny_model_dir, seed=5)
     together.step({"a": tokens(48, 45)[:45], "c": tokens(20, 17)[:5]})
     found = together.step({"a": [tokens(48, 45)[45]], "c": tokens(20, 17)[5:17], "b": tokens(4, 1)[:1]})
-    np.testing.assert_allclose(found["a"], alone["a"][45:46], atol=1e-5)
-    np.testing.assert_allclose(found["c"], alone["c"][5:17], atol=1e-5)
-    np.testing.assert_allclose(found["b"], alone["b"][:1], atol=1e-5)
+    np.testing.assert_allclose(found["a"], alone["a"][45:46], atol=1e-4)
+    np.testing.assert_allclose(found["c"], alone["c"][5:17], atol=1e-4)
+    np.testing.assert_allclose(found["b"], alone["b"][:1], atol=1e-4)
     found = together.step({"d": tokens(11, 8)[:8], "b": [tokens(4, 1)[1]], "a": [tokens(48, 45)[46]]})
     for name, start in (("d", 0), ("b", 1), ("a", 46)):
-        np.testing.assert_allclose(found[name], alone[name][start : start + len(found[name])], atol=1e-5)
+        np.testing.assert_allclose(found[name], alone[name][start : start + len(found[name])], atol=1e-4)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 64])

@@ -4,34 +4,59 @@
 static constexpr int kKeyTile = 32;
 static constexpr int kRowBlock = 256;
 
-// Unpacks one panel to float [k padded][32]; a float panel is returned as it is.
+// One group of a panel to float [32 k][32 columns], sixteen columns at a time; the formats are described in model.h. The
+// products are the same whether a panel is unpacked whole or group by group.
+static inline void unpack_bf16(const uint8_t* from, float* out) {
+  for (int tile = 0; tile < 2; tile++)
+    for (int pair = 0; pair < kGroup / 2; pair++) {
+      i16 both = load_i16(from + tile * 1024 + pair * 64);  // k even in the low halves, k odd in the high ones
+      float* to = out + pair * 2 * kPanelCols + tile * 16;
+      store(to, (v16)(both << 16));
+      store(to + kPanelCols, (v16)(both & int32_t(0xffff0000)));
+    }
+}
+
+static inline void unpack_int8(const uint8_t* from, float* out) {
+  for (int tile = 0; tile < 2; tile++) {
+    v16 scale = load_half(from + tile * 32);
+    for (int four = 0; four < kGroup / 4; four++) {
+      i16 digits = load_i16(from + 64 + tile * 512 + four * 64);
+      float* to = out + four * 4 * kPanelCols + tile * 16;
+      for (int k = 0; k < 4; k++, digits >>= 8)
+        store(to + k * kPanelCols, scale * __builtin_convertvector((digits & 255) - 128, v16));
+    }
+  }
+}
+
+static inline void unpack_int4(const uint8_t* from, float* out) {
+  for (int tile = 0; tile < 2; tile++) {
+    v16 scale = load_half(from + tile * 32), minimum = load_half(from + 64 + tile * 32);
+    for (int four = 0; four < kGroup / 8; four++) {
+      i16 digits = load_i16(from + 128 + tile * 256 + four * 64);
+      float* to = out + four * 4 * kPanelCols + tile * 16;
+      for (int k = 0; k < 4; k++, digits >>= 8) {
+        store(to + k * kPanelCols, scale * __builtin_convertvector(digits & 15, v16) + minimum);
+        store(to + (k + 16) * kPanelCols, scale * __builtin_convertvector((digits >> 4) & 15, v16) + minimum);
+      }
+    }
+  }
+}
+
+static inline const float* float_group(const Linear& linear, const uint8_t* panel, int group, float* out) {
+  switch (linear.format) {
+    case kF32: return reinterpret_cast<const float*>(panel) + size_t(group) * kGroup * kPanelCols;
+    case kBF16: unpack_bf16(panel + size_t(group) * kGroup * kPanelCols * 2, out); return out;
+    case kInt8: unpack_int8(panel + size_t(group) * kInt8GroupBytes, out); return out;
+    default: unpack_int4(panel + size_t(group) * kInt4GroupBytes, out); return out;
+  }
+}
+
+// One panel as float [k padded][32]; a float panel is returned as it is.
 static const float* float_panel(const Linear& linear, int index, Buffer& buffer) {
   const uint8_t* panel = linear.panel(index);
   if (linear.format == kF32) return reinterpret_cast<const float*>(panel);
   auto* out = buffer.as<float>(size_t(linear.groups) * kGroup * kPanelCols);
-  for (int group = 0; group < linear.groups; group++) {
-    for (int k = 0; k < kGroup; k++) {
-      float* to = out + (size_t(group) * kGroup + k) * kPanelCols;
-      for (int col = 0; col < kPanelCols; col++) {
-        size_t element = size_t(col / 16) * 512 + size_t(k / 2) * 32 + (col % 16) * 2 + k % 2;
-        if (linear.format == kBF16) {
-          to[col] = bf16_to_float(reinterpret_cast<const uint16_t*>(panel)[size_t(group) * 1024 + element]);
-          continue;
-        }
-        const uint8_t* from = panel + group * (linear.format == kInt8 ? kInt8GroupBytes : kInt4GroupBytes);
-        float scale = half_to_float(reinterpret_cast<const uint16_t*>(from)[col]);
-        if (linear.format == kInt8) {
-          to[col] = scale * float(from[64 + (col / 16) * 512 + int8_position(k, col % 16)] - 128);
-        } else {
-          size_t byte;
-          int shift;
-          int4_position(k, col % 16, &byte, &shift);
-          float minimum = half_to_float(reinterpret_cast<const uint16_t*>(from)[32 + col]);
-          to[col] = scale * float((from[128 + (col / 16) * 256 + byte] >> shift) & 15) + minimum;
-        }
-      }
-    }
-  }
+  for (int group = 0; group < linear.groups; group++) float_group(linear, panel, group, out + size_t(group) * kGroup * kPanelCols);
   return out;
 }
 
@@ -69,9 +94,9 @@ static inline void finish(v16 first, v16 second, const Output& out, int row, int
   }
 }
 
-template <int ROWS, Epilogue E>
-static void rows_times_panel(const float* x, size_t stride, int k_size, const float* w, const Output& out, int row, int panel) {
-  v16 acc[ROWS][2] = {};
+// ``ROWS`` rows more of a product over ``k_size`` values.
+template <int ROWS>
+static inline void accumulate(v16 (&acc)[ROWS][2], const float* x, size_t stride, int k_size, const float* w) {
   for (int k = 0; k < k_size; k++) {
     v16 first = load(w + size_t(k) * 32), second = load(w + size_t(k) * 32 + 16);
     for (int r = 0; r < ROWS; r++) {
@@ -80,19 +105,54 @@ static void rows_times_panel(const float* x, size_t stride, int k_size, const fl
       acc[r][1] = fma(a, second, acc[r][1]);
     }
   }
-  for (int r = 0; r < ROWS; r++) finish<E>(acc[r][0], acc[r][1], out, row + r, panel);
+}
+
+struct Rows {
+  const float* x;
+  size_t stride;
+  int first;  // row of the output
+};
+
+// Weights either as floats, or packed (``unpacked`` is null) and unpacked on the way, which is what few rows want: they
+// read each weight once.
+template <int ROWS, Epilogue E>
+static void rows_times_panel(const Rows& rows, const Linear& linear, const float* unpacked, const Output& out, int panel) {
+  v16 acc[ROWS][2] = {};
+  if (unpacked) {
+    accumulate<ROWS>(acc, rows.x, rows.stride, linear.groups * kGroup, unpacked);
+  } else {
+    alignas(64) float floats[kGroup * kPanelCols];
+    for (int group = 0; group < linear.groups; group++) {
+      const float* w = float_group(linear, linear.panel(panel), group, floats);
+      accumulate<ROWS>(acc, rows.x + group * kGroup, rows.stride, kGroup, w);
+    }
+  }
+  for (int r = 0; r < ROWS; r++) finish<E>(acc[r][0], acc[r][1], out, rows.first + r, panel);
+}
+
+constexpr int kMostRows = 8;
+
+template <Epilogue E>
+static void up_to_eight_rows(int count, const Rows& rows, const Linear& linear, const float* unpacked, const Output& out, int panel) {
+  switch (count) {
+    case 1: return rows_times_panel<1, E>(rows, linear, unpacked, out, panel);
+    case 2: return rows_times_panel<2, E>(rows, linear, unpacked, out, panel);
+    case 3: return rows_times_panel<3, E>(rows, linear, unpacked, out, panel);
+    case 4: return rows_times_panel<4, E>(rows, linear, unpacked, out, panel);
+    case 5: return rows_times_panel<5, E>(rows, linear, unpacked, out, panel);
+    case 6: return rows_times_panel<6, E>(rows, linear, unpacked, out, panel);
+    case 7: return rows_times_panel<7, E>(rows, linear, unpacked, out, panel);
+    default: return rows_times_panel<8, E>(rows, linear, unpacked, out, panel);
+  }
 }
 
 template <Epilogue E>
 static void product(Model& model, const float* x, size_t stride, int rows, const Linear& linear, Output out) {
-  int k_size = linear.groups * kGroup;
   out.bias = linear.bias;
   model.pool->run(linear.panels, [&](int panel, int thread) {
-    const float* w = float_panel(linear, panel, model.scratch[thread].panel);
-    int row = 0;
-    for (; row + 8 <= rows; row += 8) rows_times_panel<8, E>(x + row * stride, stride, k_size, w, out, row, panel);
-    for (; row + 4 <= rows; row += 4) rows_times_panel<4, E>(x + row * stride, stride, k_size, w, out, row, panel);
-    for (; row < rows; row++) rows_times_panel<1, E>(x + row * stride, stride, k_size, w, out, row, panel);
+    const float* unpacked = rows > kMostRows ? float_panel(linear, panel, model.scratch[thread].panel) : nullptr;
+    for (int row = 0; row < rows; row += kMostRows)
+      up_to_eight_rows<E>(std::min(kMostRows, rows - row), {x + row * stride, stride, row}, linear, unpacked, out, panel);
   });
 }
 

@@ -13,6 +13,11 @@ typedef uint8_t b16_unaligned __attribute__((vector_size(16), aligned(1), may_al
 
 static inline v16 load(const float* p) { return *reinterpret_cast<const v16_unaligned*>(p); }
 static inline void store(float* p, v16 v) { *reinterpret_cast<v16_unaligned*>(p) = v; }
+static inline i16 load_i16(const void* p) {
+  i16 v;
+  __builtin_memcpy(&v, p, 64);
+  return v;
+}
 static inline v16 splat(float x) { return x - v16{}; }
 static inline v16 vmax(v16 a, v16 b) { return a > b ? a : b; }
 
@@ -80,6 +85,17 @@ static inline h16 to_bf16(v16 v) {
 static inline v16 from_bf16(const uint16_t* p) {
   h16 half = *reinterpret_cast<const h16_unaligned*>(p);
   return (v16)(__builtin_convertvector(half, i16) << 16);
+}
+
+// Sixteen IEEE halves.
+static inline v16 load_half(const uint8_t* p) {
+#if KVB_AVX512
+  return (v16)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  v16 v;
+  for (int i = 0; i < 16; i++) v[i] = half_to_float(uint16_t(p[2 * i] | p[2 * i + 1] << 8));
+  return v;
+#endif
 }
 
 // OCP e4m3fn: round to nearest even, saturating at 448; NaN stays NaN.
