@@ -138,10 +138,12 @@ class Dispatcher:
         return frozenset({decision.decode})
 
     async def _wait_for_room(self, flight: Flight, call: Call, error: ApiError) -> None:
-        going_on, priority = flight.exchange.started, call.internal.priority
-        if flight.queued_s:
+        priority, had_its_turn = call.internal.priority, flight.queued_s > 0
+        if had_its_turn:
             self._line.in_vain()
-        waited_s = await self._line.wait(priority, flight.received_s, flight.may_queue_s, error, not going_on)
+        # Neither a stream that goes on, nor one whose place was taken by another while it looked for room.
+        may_be_refused = not flight.exchange.started and not had_its_turn
+        waited_s = await self._line.wait(priority, flight.received_s, flight.may_queue_s, error, may_be_refused)
         flight.queued_s += waited_s
         flight.may_queue_s = max(0.0, flight.may_queue_s - waited_s)
 

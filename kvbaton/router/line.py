@@ -3,8 +3,9 @@
 Classes: high (``priority`` below 0), normal (0), low (above). Each has its own bound, so that a flood of one does not
 lock out the others. Invariants: a request beyond its bound is refused at once with 429 and Retry-After, and so is one
 that would wait in vain, because at the pace of late its turn comes after its patience has ended; nobody waits longer
-than ``queue_timeout_s`` for each time it has to; a stream that is being continued is never refused for length,
-since there are no more of those than open requests. Knows nothing about workers.
+than ``queue_timeout_s`` for each time it has to; a stream that is being continued is never refused for length, nor is
+one that waited, had its turn and found no room: there are no more of those than open requests. Knows nothing about
+workers.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.blocks import OutOfBlocks
 from kvbaton.types import CapacityError, GenerateRequest, RemoteError, Role, SamplingParams
 from kvbaton.workers.native import NativeWorker
+from kvbaton.workers.protocol import WorkerEvent
 
 PROMPT = "the quick brown fox and the lazy dog, "
 
@@ -57,6 +59,43 @@ async def test_each_class_of_priority_has_its_own_bound(tokenizer: Tokenizer, mo
         place = {p: [i for i, q in enumerate(served[1:]) if q == p] for p in (-1, 0, 7)}
         assert sum(place[-1]) / 2 < sum(place[0]) / 3 < sum(place[7]) / 2, served
         assert fleet.dispatcher.num_queued == 0
+
+
+@pytest.mark.usefixtures("no_naps")
+async def test_who_had_its_turn_in_vain_is_not_refused_for_a_newcomer(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it looks for room another one takes the only place in the queue: it waits on, in front of that one."""
+    async with running_fleet(tokenizer, {"b0": "both"}, max_queued=1) as fleet:
+        worker = fleet.workers["b0"]
+        worker.gate.clear()
+        worker.max_open = 1
+        posts = fill(fleet, 1)
+        await until(lambda: worker.num_open == 1)
+        posts += fill(fleet, 1)
+        await until(lambda: fleet.dispatcher.num_queued == 1)
+        looks, may_go_on, generate = asyncio.Event(), asyncio.Event(), worker.generate
+
+        async def full(*arguments: Any, **named: Any) -> AsyncGenerator[WorkerEvent, bool | None]:
+            if not looks.is_set():  # the one that waited
+                looks.set()
+                await may_go_on.wait()
+            async for event in generate(*arguments, **named):
+                yield event
+
+        monkeypatch.setattr(worker, "generate", full)
+        fleet.dispatcher._line.freed()  # and yet there is no room
+        await looks.wait()
+        posts += fill(fleet, 1, max_tokens=1)
+        await until(lambda: fleet.dispatcher.num_queued == 1)
+        may_go_on.set()
+        await until(lambda: fleet.dispatcher.num_queued == 2 or posts[1].done())
+        assert not posts[1].done(), await posts[1]
+        status, answer, _ = await fleet.post({"prompt": SHORT})
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        worker.gate.set()
+        assert [status for status, _, _ in await asyncio.gather(*posts)] == [200] * 3
+        assert [request.sampling.max_tokens for request, _ in worker.requests][-1] == 1, "the newcomer came last"
 
 
 async def test_too_busy_is_429_and_nobody_there_is_503(tokenizer: Tokenizer) -> None:
