@@ -429,9 +429,8 @@ def _check_one_rank_only(options: WorkerOptions) -> None:
     if options.handoff.transport == "nixl":
         raise LocalError("several ranks do not hand off by NIXL", field="transport", fix="use auto, shm or tcp")
     if options.tier.memory_bytes or options.tier.disk_bytes:
-        raise LocalError(
-            "several ranks have no KV tier", field="kv_tier_memory_mib", fix="leave it out, or use one rank"
-        )
+        field = "kv_tier_memory_mib" if options.tier.memory_bytes else "kv_tier_disk"
+        raise LocalError("several ranks have no KV tier", field=field, fix="leave it out, or use one rank")
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvbaton.cli import preflight
 from kvbaton.cli.up import Progress, Start, complete, ranks_of_roles
 from kvbaton.config import FleetSettings, ModelSettings, WorkerSettings, load
 from kvbaton.types import LocalError
+from kvbaton.workers.process import make_worker
 
 HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}
 
@@ -49,3 +51,34 @@ def test_no_ranks_make_no_worker() -> None:
         load(flags={"worker": {"tp": 0}})
     assert caught.value.field == "tp"
     assert load(flags={"worker": {"tp": 2}}).worker == WorkerSettings(tp=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"worker": {"transport": "nixl"}}, "transport"),
+        ({"worker": {"kv_tier_memory_mib": 64}}, "kv_tier_memory_mib"),
+        ({"worker": {"kv_tier_disk": "{directory}:1"}}, "kv_tier_disk"),
+        ({"model": {"backend": "native"}}, "backend"),
+        ({"model": {"weights": "int8"}}, "weights"),
+        ({"model": {"weights": "int4"}}, "weights"),
+        ({"model": {"device": "cuda"}}, "device"),
+    ],
+)
+def test_what_several_ranks_have_not_is_refused_with_its_field_and_a_way_out(
+    make_tiny_model: Callable[..., Path], tmp_path: Path, settings: dict[str, dict[str, Any]], field: str
+) -> None:
+    given = {
+        group: {k: v.format(directory=tmp_path) if isinstance(v, str) else v for k, v in values.items()}
+        for group, values in settings.items()
+    }
+    model = {
+        "dir": str(make_tiny_model("llama", **HEADS)),
+        "kv_blocks": 8,
+        "dtype": "float32",
+        **given.get("model", {}),
+    }
+    fleet = load(flags={"model": model, "worker": {"tp": 2, **given.get("worker", {})}})
+    with pytest.raises(LocalError) as caught:
+        make_worker(fleet.model, fleet.worker)
+    assert caught.value.field == field and caught.value.fix, str(caught.value)
