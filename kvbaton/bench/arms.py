@@ -67,6 +67,7 @@ class Running(msgspec.Struct, frozen=True):
 class _UpProcess(msgspec.Struct):
     url: str | None = None
     role: str = ""
+    engine_url: str = ""  # of the server behind a worker, where there is one
 
 
 class _UpReady(msgspec.Struct):
@@ -121,6 +122,7 @@ async def _address(process: asyncio.subprocess.Process, arm: Arm, log_path: Path
     except UNREADABLE as error:
         raise RemoteError(f"{arm.describe} said {line[:200]!r} instead of its address", field="arm") from error
     workers = tuple(found.url for found in ready.processes if found.url)
+    workers += tuple(found.engine_url for found in ready.processes if found.engine_url)
     return Running(ready.url, workers or (ready.url,), process.pid)
 
 

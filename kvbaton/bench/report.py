@@ -94,19 +94,24 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def comparison_rows(found: RateResult) -> list[list[str]]:
     """metric, A with interval, B with interval, ratio with interval, direction, reading."""
     rows = [_row(one) for one in found.comparisons]
-    transfer = found.b.server.get("transfer")
-    if transfer:
-        rows.append(
-            [
-                "p99 KV transfer, from its start (ms)",
-                "none moves",
-                _number(transfer["p99_ms"]),
-                f"{transfer['count']} transfers",
-                "",
-                "",
-            ]
-        )
+    a, b = found.a.server, found.b.server
+    if b.get("transfer"):
+        times = [_number(of["transfer"]["p99_ms"]) if of.get("transfer") else "none" for of in (a, b)]
+        count = f"{b['transfer']['count']} transfers"
+        rows.append(["p99 KV transfer, from its start (ms)", *times, count, "", ""])
+    if b.get("moved"):
+        megabytes = [_number(of["moved"]["bytes"] / 1e6) if of.get("moved") else "not known" for of in (a, b)]
+        rows.append(["KV moved between workers (MB)", *megabytes, f"by {b['moved']['source']}", "", ""])
+    if "moved" in b.get("moved", {}).get("prompt_tokens", {}):
+        rows.append(["prompt tokens whose KV came from a peer", _tokens(a), _tokens(b), "by the engine", "", ""])
     return rows
+
+
+def _tokens(server: dict[str, Any]) -> str:
+    tokens = server.get("moved", {}).get("prompt_tokens", {})
+    if "moved" not in tokens:
+        return "not known"
+    return f"{tokens['moved']:,.0f}; computed {tokens.get('computed', 0):,.0f}, cached {tokens.get('cached', 0):,.0f}"
 
 
 def _row(one: Comparison) -> list[str]:

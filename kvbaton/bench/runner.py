@@ -18,7 +18,7 @@ from kvbaton.bench.http_stream import HttpPool
 from kvbaton.bench.prompts import Codec, PromptBuilder
 from kvbaton.bench.samples import Journal, RequestSample, Run, RunFooter, RunHeader, versions, write_run
 from kvbaton.bench.samples_parquet import pyarrow
-from kvbaton.bench.server_metrics import Scrape, parse, transfer_between
+from kvbaton.bench.server_metrics import Scrape, moved_between, parse, transfer_between
 from kvbaton.bench.workload import LoadSpec, RequestFactory, plan_work
 from kvbaton.types import UNREADABLE, LocalError, RemoteError
 
@@ -201,4 +201,7 @@ def _server(before: Scrape | None, after: Scrape | None) -> dict[str, Any]:
     transfer = transfer_between(before, after)
     if transfer is not None:
         found["transfer"] = msgspec.to_builtins(transfer)
+    moved = moved_between(before, after)
+    if moved is not None:
+        found["moved"] = msgspec.to_builtins(moved)
     return found

@@ -1,27 +1,37 @@
 """What the endpoint's own metrics say of a run: KV transfer times and bytes, as the difference of two scrapes.
 
-Knows which metric names of ours and of other engines mean the same; knows nothing about the requests.
+Knows which metric names of ours and of other engines mean the same; knows nothing about the requests. Invariant: what
+nobody exports is left out, and is not a zero.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 # Histograms of seconds from the first to the last byte of one request's KV, ours first.
 TRANSFER_SECONDS = ("kvbaton_worker_transfer_seconds", "vllm:nixl_xfer_time_seconds")
+# The engine's own word first: ours repeats it, or derives it.
 TRANSFER_BYTES = (
+    "vllm:nixl_bytes_transferred_sum",
     "kvbaton_worker_transfer_received_bytes_total",
     "kvbaton_router_transfer_bytes_total",
-    "vllm:nixl_bytes_transferred_sum",
 )
+_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+# Where prompt tokens came from -> who counts them, the engine's own word first.
+PROMPT_TOKENS = {
+    "computed": (f"{_BY_SOURCE}/local_compute", "kvbaton_worker_prompt_tokens_total"),
+    "cached": (f"{_BY_SOURCE}/local_cache_hit", "kvbaton_worker_cached_prompt_tokens_total"),
+    "moved": (f"{_BY_SOURCE}/external_kv_transfer",),
+}
 
 
 class Scrape(msgspec.Struct):
-    """Cumulative values summed over all labels but the bucket's edge."""
+    """Cumulative values summed over all labels but the bucket's edge; those with a source are kept by it as well."""
 
     buckets: dict[str, dict[float, float]]
     values: dict[str, float]
@@ -33,9 +43,18 @@ class TransferMetrics(msgspec.Struct, frozen=True):
     count: int
     p50_ms: float
     p99_ms: float
-    p99_upper_ms: float  # upper edge of the bucket that holds p99
+    p99_upper_ms: float | None  # upper edge of the bucket that holds p99; None, from a file: it has none
     bytes: float | None
     source: str
+    buckets: tuple[tuple[float, float], ...] = ()  # edge and cumulated count, without the open one
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """KV that came from other workers, and where prompt tokens came from, as the endpoint's processes count it."""
+
+    bytes: float
+    source: str
+    prompt_tokens: dict[str, float] = {}  # computed, cached, moved: those that are counted
 
 
 def parse(text: str) -> Scrape:
@@ -48,7 +67,11 @@ def parse(text: str) -> Scrape:
                 buckets = scrape.buckets.setdefault(name, {})
                 buckets[edge] = buckets.get(edge, 0.0) + sample.value
             else:
-                scrape.values[sample.name] = scrape.values.get(sample.name, 0.0) + sample.value
+                names = [sample.name]
+                if "source" in sample.labels:
+                    names.append(f"{sample.name}/{sample.labels['source']}")
+                for name in names:
+                    scrape.values[name] = scrape.values.get(name, 0.0) + sample.value
     return scrape
 
 
@@ -68,17 +91,59 @@ def transfer_between(before: Scrape, after: Scrape) -> TransferMetrics | None:
             p50_ms=_quantile(counts, 0.5)[0] * 1e3,
             p99_ms=p99 * 1e3,
             p99_upper_ms=upper * 1e3,
-            bytes=_bytes(before, after),
+            bytes=_first(before, after, TRANSFER_BYTES)[0],
             source=name,
+            buckets=tuple((edge, count) for edge, count in counts.items() if not math.isinf(edge)),
         )
     return None
 
 
-def _bytes(before: Scrape, after: Scrape) -> float | None:
-    for name in TRANSFER_BYTES:
+def moved_between(before: Scrape, after: Scrape) -> Moved | None:
+    """None when nobody there counts KV bytes; zero bytes are an answer."""
+    num_bytes, source = _first(before, after, TRANSFER_BYTES)
+    if num_bytes is None:
+        return None
+    tokens = {what: _first(before, after, names)[0] for what, names in PROMPT_TOKENS.items()}
+    return Moved(num_bytes, source, {what: count for what, count in tokens.items() if count is not None})
+
+
+def pooled(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several runs of the same thing said, as of one."""
+    found: dict[str, Any] = {}
+    transfers = [msgspec.convert(one["transfer"], TransferMetrics) for one in several if one.get("transfer")]
+    if transfers:
+        found["transfer"] = msgspec.to_builtins(_pool(transfers))
+    moved = [msgspec.convert(one["moved"], Moved) for one in several if one.get("moved")]
+    if moved:
+        tokens = {what: sum(one.prompt_tokens.get(what, 0.0) for one in moved) for what in moved[0].prompt_tokens}
+        found["moved"] = msgspec.to_builtins(Moved(sum(one.bytes for one in moved), moved[0].source, tokens))
+    return found
+
+
+def _pool(transfers: Sequence[TransferMetrics]) -> TransferMetrics:
+    last = transfers[-1]
+    if len(transfers) == 1 or len({tuple(edge for edge, _ in one.buckets) for one in transfers}) > 1:
+        return last  # written before buckets were kept, or by another engine
+    counts = {edge: sum(dict(one.buckets)[edge] for one in transfers) for edge, _ in last.buckets}
+    counts[math.inf] = sum(one.count for one in transfers)
+    known = [one.bytes for one in transfers if one.bytes is not None]
+    p99, upper = _quantile(counts, 0.99)
+    return TransferMetrics(
+        count=round(counts[math.inf]),
+        p50_ms=_quantile(counts, 0.5)[0] * 1e3,
+        p99_ms=p99 * 1e3,
+        p99_upper_ms=upper * 1e3,
+        bytes=sum(known) if known else None,
+        source=last.source,
+        buckets=tuple((edge, count) for edge, count in counts.items() if not math.isinf(edge)),
+    )
+
+
+def _first(before: Scrape, after: Scrape, names: Sequence[str]) -> tuple[float | None, str]:
+    for name in names:
         if name in after.values:
-            return after.values[name] - before.values.get(name, 0.0)
-    return None
+            return after.values[name] - before.values.get(name, 0.0), name
+    return None, ""
 
 
 def _quantile(counts: Mapping[float, float], fraction: float) -> tuple[float, float]:

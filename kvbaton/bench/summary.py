@@ -14,6 +14,7 @@ import msgspec
 from kvbaton.bench import stats
 from kvbaton.bench.cost import Cost, Fleet, cost_of
 from kvbaton.bench.samples import ClientReport, RequestSample, Run
+from kvbaton.bench.server_metrics import pooled
 from kvbaton.bench.sse import ChunkKind
 from kvbaton.bench.stats import Attainment, Gates, Interval, Rates, Summary
 from kvbaton.types import LocalError
@@ -110,7 +111,7 @@ def summarize_run(
         attainment=stats.attainment(cohort, gates) if gates is not None and cohort else None,
         gates=gates,
         cost=cost_of(fleet, rates.wall_s, rates.input_tokens, rates.output_tokens) if fleet is not None else None,
-        server=several[-1].footer.server_metrics,
+        server=pooled([run.footer.server_metrics for run in several]),
     )
 
 

@@ -47,6 +47,14 @@ TINY = "tiny"
 @click.option("--only", multiple=True, help="Scenarios, by name or by the beginning of it.")
 @click.option("--list", "list_only", is_flag=True, help="Say what can be rehearsed, and do nothing.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, show_default=True, help="Requests/s.")
+@click.option("--canary-every-s", type=click.FloatRange(0, min_open=True), default=0.3, show_default=True)
+@click.option(
+    "--patience",
+    type=click.FloatRange(1.0),
+    default=1.0,
+    show_default=True,
+    help="What multiplies every wait, for slow engines and machines.",
+)
 @click.option("--heal-s", type=float, default=90.0, show_default=True, help="For the fleet to be whole again.")
 @click.option("--settle-s", type=float, default=60.0, show_default=True, help="Until nothing may be held any more.")
 @click.option(
@@ -78,6 +86,8 @@ def drill_command(only: tuple[str, ...], list_only: bool, as_json: bool, **given
         rate_per_s=given["rate"],
         settle_s=given["settle_s"],
         heal_s=given["heal_s"],
+        patience=given["patience"],
+        canary_every_s=given["canary_every_s"],
     )
     record = asyncio.run(_drill(given, scenarios, settings))
     if given["report"] is not None:
@@ -129,7 +139,8 @@ async def _target(given: dict[str, Any], stack: AsyncExitStack) -> Target:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbaton-drill-")))
         logs = given["report"] / "logs" if given["report"] is not None else work / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        return await stack.enter_async_context(fleet.started(up_flags(given, work), logs))
+        flags = up_flags(given, work)
+        return await stack.enter_async_context(fleet.started(flags, logs, _start_s(flags)))
     if given["kubernetes"] or given["fleet_file"] is not None:
         return await _elsewhere(given)
     found = await control.running()
@@ -156,6 +167,14 @@ def up_flags(given: dict[str, Any], work: Path) -> list[str]:
     elif given["model"]:
         flags += ["--model", given["model"]]
     return flags + [part for flag in given["up_flag"] for part in flag.split("=", 1)]
+
+
+def _start_s(flags: list[str]) -> float:
+    """`up` has a deadline of its own, and says more than we could when it passes."""
+    from kvbaton.cli.up import START_S
+    from kvbaton.drill import fleet
+
+    return fleet.START_S + max((START_S[word] for word in flags if word in START_S), default=0.0)
 
 
 async def _elsewhere(given: dict[str, Any]) -> Target:

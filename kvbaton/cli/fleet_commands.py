@@ -25,7 +25,7 @@ from kvbaton.workers.protocol import INTERNAL_KEY_HEADER
 
 ROLES = click.Choice(["prefill", "decode", "both"])
 ANSWER_S = 10.0
-PATIENCE_S = 240.0  # beyond the deadline of the change itself
+PATIENCE_S = 240.0  # beyond the deadline of the change itself, and what a worker may take to start
 
 
 def _where(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,8 +153,8 @@ class Reached:
     pid: int | None
 
     async def command(self, command: Command, timeout_s: float) -> control.FleetStatus:
-        path, _ = await control.the_one(self.pid)
-        return await control.ask(path, command, timeout_s)
+        path, status = await control.the_one(self.pid)
+        return await control.ask(path, command, timeout_s + status.join_s)
 
     async def leave(self, name: str, deadline_s: float, force: bool) -> None:
         if self.url is None:

@@ -32,10 +32,12 @@ class FleetControl:
         supervisor: Supervisor,
         about: Callable[[list[Process]], FleetStatus],
         count: dict[str, int],
+        join_s: float = JOIN_S,
     ) -> None:
         self._supervisor = supervisor
         self._about = about
         self._count = count  # workers named so far, by role
+        self._join_s = join_s
         self._changing = asyncio.Lock()
 
     @asynccontextmanager
@@ -98,7 +100,7 @@ class FleetControl:
         supervisor = self._supervisor
         match command.verb:
             case "add":
-                await supervisor.add(self._role(command), self._next_name(self._role(command)), JOIN_S)
+                await supervisor.add(self._role(command), self._next_name(self._role(command)), self._join_s)
             case "drain":
                 child = self._worker(command.name)
                 body = {"name": child.spec.name, "deadline_s": command.deadline_s, "force": command.force}
@@ -108,7 +110,7 @@ class FleetControl:
                     self._worker(command.name), self._role(command), command.deadline_s, command.force
                 )
             case "restart":
-                await supervisor.restart_in_place(self._worker(command.name), JOIN_S)
+                await supervisor.restart_in_place(self._worker(command.name), self._join_s)
             case "reroute":
                 self._worker(command.name).kv_address = command.kv_address
                 await supervisor.send_members()

@@ -22,7 +22,7 @@ from kvbaton.cli.autoscale_options import AutoscaleOptions
 from kvbaton.cli.child import tie_to_parent
 from kvbaton.cli.fleet_control import FleetControl
 from kvbaton.cli.placement import LEAST_KV_MIB, assign_cores, emptiest_cores, fit_kv_memory_mib
-from kvbaton.cli.supervisor import ChildSpec, Supervisor, Tell
+from kvbaton.cli.supervisor import Child, ChildSpec, Supervisor, Tell
 from kvbaton.config import INTERNAL_KEY_VARIABLE, FleetSettings, to_environ, without_settings
 from kvbaton.kv.shared_pool import sweep_stale
 from kvbaton.kv.tier import tier_options
@@ -85,15 +85,19 @@ def up_command(
         progress.tell("up", f"removed {len(stale)} shared-memory segment(s) of processes that died")
     start = Start(fleet, logs, {INTERNAL_KEY_VARIABLE: key}, given["log_level"], ranks)
     router, workers = start.child_specs(roles)
+    ready_s = given["ready_timeout_s"] or START_S[fleet.worker.engine]
 
     async def main() -> None:
         supervisor = Supervisor(router, workers, key, progress.tell, start.one_more)
 
         def about(processes: list[Process]) -> FleetStatus:
             url, transport = supervisor.router.address, fleet.worker.transport
-            return FleetStatus(os.getpid(), url, model_name(fleet), processes, str(logs), transport, key)
+            engine = fleet.worker.engine
+            return FleetStatus(
+                os.getpid(), url, model_name(fleet), processes, str(logs), transport, key, engine, ready_s
+            )
 
-        control = FleetControl(supervisor, about, {role: roles.count(role) for role in roles})
+        control = FleetControl(supervisor, about, {role: roles.count(role) for role in roles}, ready_s)
         stop, ready = asyncio.Event(), asyncio.Event()
 
         def on_ready() -> None:
@@ -114,7 +118,7 @@ def up_command(
         if given["tied"]:
             tie_to_parent(asyncio.get_running_loop(), on_signal)
         async with control.listening(), scaling(scale, supervisor, control, progress.tell, (ready, stop), logs):
-            await supervisor.run(given["ready_timeout_s"] or START_S[fleet.worker.engine], on_ready, stop)
+            await supervisor.run(ready_s, on_ready, stop)
 
     with tier_held(fleet, key):
         asyncio.run(main())
@@ -289,7 +293,13 @@ def announce(supervisor: Supervisor, fleet: FleetSettings, logs: Path, as_json: 
     model = model_name(fleet)
     if as_json:
         children = [
-            {"name": child.spec.name, "role": child.kind, "pid": child.pid, "url": child.address}
+            {
+                "name": child.spec.name,
+                "role": child.kind,
+                "pid": child.pid,
+                "url": child.address,
+                "engine_url": engine_url(fleet, child),
+            }
             for child in supervisor.children
         ]
         click.echo(json.dumps({"url": url, "model": model, "processes": children, "log_dir": str(logs)}))
@@ -300,6 +310,14 @@ def announce(supervisor: Supervisor, fleet: FleetSettings, logs: Path, as_json: 
     click.echo(f"{url}/v1")
     click.echo(f"\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
     click.echo(f"logs in {logs}; Ctrl-C ends it", err=True)
+
+
+def engine_url(fleet: FleetSettings, child: Child) -> str:
+    """Of the server behind a worker, which has figures of its own; empty where the worker is the engine."""
+    if fleet.worker.engine == "embedded" or not child.kv_port:
+        return ""
+    host = fleet.worker.kv_host or fleet.worker.host
+    return f"http://{'[' + host + ']' if ':' in host else host}:{child.kv_port}"
 
 
 def log_directory(given: Path | None) -> Path:

@@ -30,7 +30,7 @@ from kvbaton.types import UNREADABLE, LocalError, RemoteError
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo, WorkerStats
 
 LOOK_S = 2.0  # one look at the fleet page
-CHANGE_S = 240.0
+CHANGE_S = 60.0  # beyond what a worker may take to start
 START_S = 240.0
 STOP_S = 90.0
 GAUGES = ("num_active", "num_blocks_used", "num_blocks_pinned", "num_leases", "num_running", "num_waiting")
@@ -46,6 +46,13 @@ class Target:
     key: str = ""
     urls: dict[str, str] = field(default_factory=dict)  # of the workers, where a fleet file names them
     transport: str = "auto"
+    engine: str = "embedded"
+    join_s: float = 180.0  # as the fleet says
+
+    @property
+    def own_wire(self) -> bool:
+        """KV goes by our own hand-off, and not by a way of the engine's where nothing can be put between."""
+        return self.engine == "embedded"
 
     @property
     def _headers(self) -> dict[str, str]:
@@ -79,7 +86,7 @@ class Target:
 
     async def command(self, command: Command) -> FleetStatus:
         assert self.control_path is not None
-        return await control.ask(self.control_path, command, CHANGE_S)
+        return await control.ask(self.control_path, command, self.join_s + CHANGE_S)
 
     async def pid_of(self, name: str) -> int | None:
         """Of a process of ``kvbaton up``, or as the worker itself says."""
@@ -139,7 +146,12 @@ def of_up(path: Path, status: FleetStatus) -> Target:
     async def unknown(name: str) -> int | None:
         return await target.pid_of(name)
 
-    target = Target(status.url, LocalProcesses(unknown), path, status.key, transport=status.transport)
+    target = Target(
+        *(status.url, LocalProcesses(unknown), path, status.key),
+        transport=status.transport,
+        engine=status.engine,
+        join_s=status.join_s,
+    )
     return target
 
 
@@ -154,7 +166,7 @@ def of_router(url: str, killer: Killer | None, urls: dict[str, str], key: str) -
 
 
 @asynccontextmanager
-async def started(flags: Sequence[str], log_dir: Path) -> AsyncIterator[Target]:
+async def started(flags: Sequence[str], log_dir: Path, start_s: float = START_S) -> AsyncIterator[Target]:
     """A fleet of our own by ``kvbaton up`` and these flags; it is ended on the way out, however that is reached."""
     errors = log_dir / "up.log"
     with errors.open("ab") as log:
@@ -180,10 +192,10 @@ async def started(flags: Sequence[str], log_dir: Path) -> AsyncIterator[Target]:
     try:
         assert process.stdout is not None
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(start_s):
                 line = await process.stdout.readline()
         except TimeoutError:
-            raise RemoteError(f"the fleet was not ready within {START_S:g} s", fix=f"see {errors}") from None
+            raise RemoteError(f"the fleet was not ready within {start_s:g} s", fix=f"see {errors}") from None
         if not line:
             said = [text for text in errors.read_text(errors="replace").splitlines() if text.startswith("kvbaton: ")]
             why = said[-1].removeprefix("kvbaton: ") if said else "it ended before it was ready"

@@ -7,6 +7,7 @@ which is what a lost node looks like. Knows nothing about why.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -50,12 +51,26 @@ class LocalProcesses:
         return self._signal(name, await self._pid(name), signal.SIGKILL)
 
     async def freeze(self, name: str) -> str:
+        """With the processes it started: ranks, or the server of another engine. Else that would serve on."""
         pid = await self._pid(name)
         self._frozen[name] = pid
-        return self._signal(name, pid, signal.SIGSTOP)
+        told = self._signal(name, pid, signal.SIGSTOP)
+        return told + self._others(pid, signal.SIGSTOP)
 
     async def thaw(self, name: str) -> str:
-        return self._signal(name, self._frozen.pop(name, 0) or await self._pid(name), signal.SIGCONT)
+        pid = self._frozen.pop(name, 0) or await self._pid(name)
+        others = self._others(pid, signal.SIGCONT)
+        return self._signal(name, pid, signal.SIGCONT) + others
+
+    @staticmethod
+    def _others(pid: int, number: signal.Signals) -> str:
+        count = 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.send_signal(number)
+                    count += 1
+        return f" and {count} of its own" if count else ""
 
     async def _pid(self, name: str) -> int:
         pid = await self.pid_of(name)

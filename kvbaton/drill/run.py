@@ -21,9 +21,9 @@ import msgspec
 from kvbaton.bench.samples import versions
 from kvbaton.drill.fleet import Target
 from kvbaton.drill.samples import FleetSeen, Story
-from kvbaton.drill.scenarios import CONTROL, FREEZE, KILL, NEEDS, ROUTER, SPARE, SPLIT, Scenario
+from kvbaton.drill.scenarios import CONTROL, FREEZE, KILL, NEEDS, ROUTER, SPARE, SPLIT, WIRE, Scenario
 from kvbaton.drill.stage import Stage, Unfinished
-from kvbaton.drill.traffic import Traffic, make_prompts
+from kvbaton.drill.traffic import CANARY_EVERY_S, Traffic, make_prompts
 from kvbaton.drill.verdict import Result, judge, skipped
 from kvbaton.kv.shared_pool import SHM_DIR, segment_name
 from kvbaton.router.control import Command
@@ -47,6 +47,8 @@ class Settings:
     long_answer_tokens: int = 160
     settle_s: float = 60.0  # until nothing is held any more; longer than a lease
     heal_s: float = 90.0  # for the fleet to be whole again; workers of some engines take minutes to start
+    patience: float = 1.0  # what multiplies every other wait
+    canary_every_s: float = CANARY_EVERY_S
 
 
 class DrillRecord(msgspec.Struct, frozen=True):
@@ -77,7 +79,7 @@ async def drill(target: Target, scenarios: Sequence[Scenario], settings: Setting
     prompts[-2] = msgspec.structs.replace(max(prompts, key=lambda prompt: len(prompt.text)), max_tokens=16)
     results: list[Result] = []
     stopped = ""
-    async with Traffic(target.url, prompts, Stage.now_s, settings.deadline_s) as traffic:
+    async with Traffic(target.url, prompts, Stage.now_s, settings.deadline_s * settings.patience) as traffic:
         doubtful = await traffic.learn()
         if target.control_path is not None:
             await target.command(Command("rehearse", on=True))
@@ -88,7 +90,7 @@ async def drill(target: Target, scenarios: Sequence[Scenario], settings: Setting
                 if missing:
                     results.append(skipped(scenario.name, run, seed, NEEDS[missing[0]]))
                     continue
-                stage = Stage(target, traffic, random.Random(seed), roles)
+                stage = Stage(target, traffic, random.Random(seed), roles, settings.patience)
                 results.append(await rehearse(stage, scenario, run, seed, settings))
                 tell(_line(results[-1], settings.num_runs))
                 if not stage.is_whole(await stage.look()):
@@ -112,11 +114,11 @@ def machine_of_the_drill() -> dict[str, str]:
 async def rehearse(stage: Stage, scenario: Scenario, run: int, seed: str, settings: Settings) -> Result:
     traffic, begun_s, problem = stage.traffic, stage.now_s(), ""
     await stage.look()
-    traffic.begin(stage.rng, settings.rate_per_s)
+    traffic.begin(stage.rng, settings.rate_per_s, settings.canary_every_s)
     async with stage.watching():
         try:
             await _canaries(stage, begun_s)
-            async with asyncio.timeout(4 * settings.heal_s):
+            async with asyncio.timeout(4 * settings.heal_s * settings.patience):
                 await scenario.act(stage)
         except (Unfinished, KvbatonError, TimeoutError) as error:
             problem = f"not carried out: {error or type(error).__name__}"
@@ -130,7 +132,7 @@ async def rehearse(stage: Stage, scenario: Scenario, run: int, seed: str, settin
     story = Story(
         begun_s, stage.fault_s, traffic.samples, stage.looks, stage.marks, whole_s, left_over, problem
     )  # fmt: skip
-    return judge(scenario.name, run, seed, scenario.promise, story)
+    return judge(scenario.name, run, seed, scenario.promise, story, settings.patience)
 
 
 async def _canaries(stage: Stage, since_s: float) -> None:
@@ -222,6 +224,7 @@ def _lacking(target: Target, roles: Counter[str]) -> frozenset[str]:
         ROUTER: local or pods,
         SPLIT: bool(roles["prefill"] and roles["decode"]),
         SPARE: roles.total() > 1,
+        WIRE: target.own_wire,
     }
     return frozenset(name for name, there in has.items() if not there)
 

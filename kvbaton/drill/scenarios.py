@@ -19,7 +19,7 @@ from kvbaton.types import Role
 from kvbaton.workers.protocol import WorkerStats
 
 LONG_ANSWER, LONG_PROMPT = -1, -2  # places in the list of prompts, from its end
-KILL, FREEZE, CONTROL, ROUTER, SPLIT, SPARE = "kill", "freeze", "control", "router", "split", "spare"
+KILL, FREEZE, CONTROL, ROUTER, SPLIT, SPARE, WIRE = "kill", "freeze", "control", "router", "split", "spare", "wire"
 NEEDS = {
     KILL: "its processes cannot be killed from here",
     FREEZE: "processes cannot be frozen from here",
@@ -27,6 +27,7 @@ NEEDS = {
     ROUTER: "the router's process is not known",
     SPLIT: "it has no prefill pool and decode pool",
     SPARE: "it has only one worker",
+    WIRE: "its KV takes the engine's own way between its servers, where no byte can be changed",
 }
 # A whole answer, or a stream not begun, may lose the worker of its one retry too.
 POOL_GONE = ("worker_error",)
@@ -72,11 +73,28 @@ async def _while_kv_hangs(stage: Stage, role: Role, condition: Callable[[WorkerS
         await stage.pause(0.2, 1.0)
 
 
+def _offers(stats: WorkerStats) -> bool:
+    return stats.num_leases > 0 and stats.waiting_prompt_tokens == 0
+
+
+def _holds_for_others(stats: WorkerStats) -> bool:
+    """Of a server that tells nothing of leases: blocks are in use, and nobody's request is there."""
+    return stats.num_blocks_used > 0 and stats.num_active == 0
+
+
+def _receives(stats: WorkerStats) -> bool:
+    return _waits(stats) and stats.num_blocks_used > 0
+
+
+def _waits(stats: WorkerStats) -> bool:
+    return stats.num_active > stats.num_running
+
+
 async def _prefill_killed_offered(stage: Stage) -> None:
     await _while_kv_hangs(
         stage,
         "prefill",
-        lambda stats: stats.num_leases > 0 and stats.waiting_prompt_tokens == 0,
+        _offers if stage.target.own_wire else _holds_for_others,
         "a prefill worker whose blocks are offered",
     )
 
@@ -85,7 +103,7 @@ async def _decode_killed_receiving(stage: Stage) -> None:
     await _while_kv_hangs(
         stage,
         "decode",
-        lambda stats: stats.num_active > stats.num_running and stats.num_blocks_used > 0,
+        _receives if stage.target.own_wire else _waits,
         "a decode worker that waits for KV",
     )
 
@@ -183,7 +201,8 @@ async def _on_the_way(
         await stage.carried(proxies)
         name = stage.rng.choice(sorted(proxies))
         path = proxies[name].to_client
-        after_bytes = stage.rng.randint(1, 200_000)
+        # Of another engine's hand-off we have the call to the prefill server, whose answer is some hundred bytes.
+        after_bytes = stage.rng.randint(1, 200_000 if stage.target.own_wire else 500)
         before = struck(path)
         arm(path, after_bytes)
 
@@ -354,7 +373,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "one byte on the KV connection is inverted",
         _kv_corrupted,
         Promise("the damage is noticed and the hand-off tried again; no wrong token is ever sent"),
-        _needs(SPLIT, CONTROL),
+        _needs(SPLIT, CONTROL, WIRE),
     ),
     Scenario(
         "one-way-partition",

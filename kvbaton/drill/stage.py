@@ -32,11 +32,15 @@ class Unfinished(Exception):
 
 
 class Stage:
-    def __init__(self, target: Target, traffic: Traffic, rng: random.Random, roles: Counter[str]) -> None:
+    def __init__(
+        self, target: Target, traffic: Traffic, rng: random.Random, roles: Counter[str], patience: float = 1.0
+    ) -> None:
+        """``patience``: every wait may be so many times longer, on machines and engines that are slow."""
         self.target = target
         self.traffic = traffic
         self.rng = rng
         self.roles = roles  # of the whole fleet: how many of each
+        self.patience = patience
         self.marks: list[Mark] = []
         self.looks: list[FleetSeen] = []
         self.fault_s: float | None = None
@@ -86,6 +90,7 @@ class Stage:
         return Counter(m.role for m in members) == self.roles and all(m.state == "up" for m in members)
 
     async def until(self, condition: Callable[[], Awaitable[bool]], what: str, patience_s: float = PATIENCE_S) -> None:
+        patience_s *= self.patience
         try:
             async with asyncio.timeout(patience_s):
                 while not await condition():  # noqa: ASYNC110 (nobody could wake us)

@@ -52,7 +52,8 @@ def skipped(name: str, run: int, seed: str, why: str) -> Result:
     )  # fmt: skip
 
 
-def judge(name: str, run: int, seed: str, promise: Promise, story: Story) -> Result:
+def judge(name: str, run: int, seed: str, promise: Promise, story: Story, patience: float = 1.0) -> Result:
+    promise = msgspec.structs.replace(promise, recover_s=promise.recover_s * patience)
     samples = story.samples
     ends = Counter(sample.outcome for sample in samples)
     errors = Counter(sample.what for sample in samples if sample.outcome == "error")

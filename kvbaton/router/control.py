@@ -58,6 +58,8 @@ class FleetStatus(msgspec.Struct, frozen=True):
     log_dir: str
     transport: str
     key: str  # the fleet's internal key, for its own user
+    engine: str = "embedded"
+    join_s: float = 180.0  # a worker that joins may take so long until it serves
 
 
 class Refusal(msgspec.Struct, frozen=True):

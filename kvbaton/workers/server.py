@@ -337,12 +337,11 @@ class WorkerServer:
         role, path, observe = self.worker.role, report.path, self.metrics.observe
         observe("kvbaton_worker_queue_seconds", role, path, value=report.queue_s, trace_id=trace_id)
         observe("kvbaton_worker_prefill_seconds", role, path, value=report.prefill_s, trace_id=trace_id)
-        if report.transfer_bytes:
+        if report.transfer_bytes and report.transfer_s:  # of another engine's transfer nobody tells the time
             observe("kvbaton_worker_transfer_seconds", role, value=report.transfer_s, trace_id=trace_id)
             observe("kvbaton_worker_exposed_transfer_seconds", role, value=report.exposed_s, trace_id=trace_id)
-            if report.transfer_s:
-                rate = report.transfer_bytes / report.transfer_s
-                observe("kvbaton_worker_transfer_bytes_per_second", role, value=rate)
+            rate = report.transfer_bytes / report.transfer_s
+            observe("kvbaton_worker_transfer_bytes_per_second", role, value=rate)
         if report.first_step_s:  # it went on after its first token, and the engine says when
             observe("kvbaton_worker_first_step_seconds", role, path, value=report.first_step_s, trace_id=trace_id)
             if path == "remote":
