@@ -28,7 +28,7 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
-from kvbaton.types import UNREADABLE, GenerateRequest, RemoteError, Role
+from kvbaton.types import UNREADABLE, GenerateRequest, LocalError, RemoteError, Role
 from kvbaton.workers.engine_server import EngineServer, answering, refusal
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
@@ -100,6 +100,7 @@ class _Version(msgspec.Struct):
     version: str = ""
 
 
+_JSON = {"content-type": "application/json"}
 _LEASE = msgspec.json.Decoder(_Lease)
 
 
@@ -151,12 +152,28 @@ class VllmWorker:
             raise RemoteError(f"the server has {', '.join(lengths)}, not {self.options.model_name}", field="model")
         self.max_context = min(self.max_context, lengths[self.options.model_name])
         self.version = (await self.engine.get_json("/version", _Version)).version
+        if self._server is not None:
+            await self._warm_up()
         await self.engine.scrape()
         layout = self._layout(self.block_size)
         self.fingerprint = fingerprint_of(layout, f"{self.config.revision}/vllm-{self.version}", self.config.rope_text)
         self._tasks.append(asyncio.create_task(self.engine.watch()))
         if self.options.events is not None:
             self._follow_events(self.options.events)
+
+    async def _warm_up(self) -> None:
+        """A server of ours serves when it has answered once: sampling and logprobs are compiled by the first that asks
+        for them, for minutes on a busy CPU, and the first client would be told that its worker hangs."""
+        body = {
+            **{"model": self.options.model_name, "prompt": [*range(8)], "max_tokens": 2, "ignore_eos": True},
+            "stream": False,
+            **{"temperature": 1.0, "top_p": 0.9, "seed": 0, "logprobs": 1},
+        }
+        try:
+            async with asyncio.timeout(_START_S):
+                await self.engine.post(f"{self.options.url}/v1/completions", _ENCODER.encode(body), _JSON, "vLLM")
+        except TimeoutError:
+            raise LocalError(f"vLLM gave no first answer in {_START_S:.0f} s", field="engine") from None
 
     def _follow_events(self, endpoints: EventEndpoints) -> None:
         blocks = EngineBlocks(self.block_size)
@@ -378,4 +395,4 @@ def _admitted(num_prompt: int, lease: _Lease | None) -> Admitted:
 
 
 def _headers(request: GenerateRequest) -> dict[str, str]:
-    return {"content-type": "application/json", "x-request-id": request.request_id}
+    return {**_JSON, "x-request-id": request.request_id}

@@ -426,3 +426,42 @@ def test_settings_of_the_other_engine_are_refused_by_name(tiny_model_dir: Path) 
             make_vllm_worker(model, worker, "key")
         assert caught.value.field == field
     assert split_arguments(["--enforce-eager"]) == ("--enforce-eager",)
+
+
+class StartedServer(VllmServer):
+    """One of ours, as far as a worker can tell; what answers is the fake."""
+
+    started = False
+    ended = False
+
+    async def start(self, timeout_s: float) -> None:
+        self.started = True
+
+    async def stop(self) -> None:
+        self.ended = True
+
+    @property
+    def alive(self) -> bool:
+        return self.started and not self.ended
+
+
+async def test_a_server_of_ours_serves_when_it_has_answered_once(tiny_model_dir: Path, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        fake = FakeVllm()
+        fake.hold.clear()
+        host, port = await start(stack, fake)
+        options = VllmOptions(f"http://{host}:{port}", "decode", "m", api_key="k")
+        server = StartedServer(make_spec(tmp_path))
+        worker = VllmWorker(options, ModelConfig.from_dir(tiny_model_dir), Tokenizer.load(tiny_model_dir), server)
+        starting = asyncio.ensure_future(worker.start())
+        stack.push_async_callback(worker.stop)
+        await until(lambda: bool(fake.bodies))
+        assert not starting.done()
+        assert (fake.bodies[0]["stream"], fake.bodies[0]["logprobs"]) == (False, 1)
+        fake.hold.set()
+        await starting
+        fake.status = 500
+        again = VllmWorker(options, worker.config, worker.tokenizer, server)
+        stack.push_async_callback(again.stop)
+        with pytest.raises(RemoteError, match="vLLM answers 500"):
+            await again.start()
