@@ -290,7 +290,7 @@ def recover(path: Path) -> Run:
     samples: list[RequestSample] = []
     for line in _lines(path):
         try:
-            record = msgspec.json.decode(line)
+            record = msgspec.json.decode(line, type=dict[str, Any])
             kind = record.pop("kind")
             if kind == "header":
                 header = msgspec.convert(record, RunHeader)
@@ -316,7 +316,7 @@ def read_run(path: Path) -> Run:
     samples: list[RequestSample] = []
     for number, line in enumerate(_lines(path), start=1):
         try:
-            record = msgspec.json.decode(line)
+            record = msgspec.json.decode(line, type=dict[str, Any])
             match record.pop("kind"):
                 case "header":
                     header = msgspec.convert(record, RunHeader)

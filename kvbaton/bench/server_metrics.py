@@ -58,8 +58,13 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> Scrape:
+    """ValueError: it is no exposition."""
     scrape = Scrape({}, {})
-    for family in text_string_to_metric_families(text):
+    try:
+        families = list(text_string_to_metric_families(text))
+    except Exception as error:  # the parser raises what it happens to meet
+        raise ValueError(f"no text of Prometheus: {error!r}") from error
+    for family in families:
         for sample in family.samples:
             if sample.name.endswith("_bucket"):
                 name = sample.name.removesuffix("_bucket")

@@ -167,7 +167,7 @@ def _from_sharegpt(spec: LoadSpec, codec: Codec | None, random: Random) -> Work:
         pairs = [(pair[0]["value"], pair[1]["value"]) for pair in turns if len(pair) >= 2]
     except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise LocalError(f"{spec.trace} is not a ShareGPT file: {error!r}", field="trace") from error
-    pairs = [pair for pair in pairs if all(isinstance(text, str) and text for text in pair)]
+    pairs = [pair for pair in pairs if all(map(_is_text, pair))]
     if not pairs:
         raise LocalError(f"{spec.trace} holds no conversation of two turns", field="trace")
     if spec.arrivals == "trace":
@@ -177,6 +177,11 @@ def _from_sharegpt(spec: LoadSpec, codec: Codec | None, random: Random) -> Work:
         question, answer = random.choice(pairs)
         items.append(WorkItem(time, len(codec.encode(question)), len(codec.encode(answer, False)) or 1, (), question))
     return Work(items, notes=["prompts are the trace's own text, in random order, with repetition"])
+
+
+def _is_text(value: object) -> bool:
+    """Half of a surrogate pair, which such files hold at times, is none: no tokenizer takes it."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= each <= "\udfff" for each in value)
 
 
 class RequestFactory:

@@ -82,7 +82,12 @@ class Tokenizer:
         definition = _object_in(definition_path(path))
         config = _object_in(config_path) if config_path.is_file() else {}
         special_tokens = _special_tokens(config)
-        return cls(definition, special_tokens, ChatTemplate.find(path, config, special_tokens))
+        chat = ChatTemplate.find(path, config, special_tokens)
+        try:
+            return cls(definition, special_tokens, chat)
+        except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            # The library takes more than we understand: a part without a type, or with one of another kind.
+            raise LocalError(f"tokenizer.json is no tokenizer: {error!r}", field="tokenizer.json") from error
 
     @property
     def vocab_size(self) -> int:

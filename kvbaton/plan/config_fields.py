@@ -106,6 +106,10 @@ class Fields:
             raise self.bad(name, value, "a positive whole number is needed")
         return value
 
+    def maybe_int(self, name: str) -> int | None:
+        """A positive whole number, or None where there is none."""
+        return None if self.get(name) is None else self.need_int(name)
+
     def bad(self, name: str, value: Any, fix: str) -> LocalError:
         text = repr(value)
         return LocalError(

@@ -100,7 +100,7 @@ def _parse(fields: Fields, section: Mapping[str, Any], config: Mapping[str, Any]
     for known in ("hidden_size", "num_attention_heads", "sliding_window_pattern", "_sliding_window_pattern"):
         fields.get(known)
     notes = list(fields.notes)
-    context = fields.get("max_position_embeddings") or fields.get("n_positions") or fields.get("seq_length")
+    lengths = [fields.maybe_int(each) for each in ("max_position_embeddings", "n_positions", "seq_length")]
     dtype = str(section.get("dtype") or section.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
                 or "bfloat16").removeprefix("torch.")  # fmt: skip
     state_dtype = str(fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or "float32")
@@ -108,9 +108,9 @@ def _parse(fields: Fields, section: Mapping[str, Any], config: Mapping[str, Any]
     return ModelShape(
         name=name,
         layers=layers,
-        num_heads=int(fields.get("num_attention_heads") or 0),
-        hidden_size=int(fields.get("hidden_size") or 0),
-        max_context=context,
+        num_heads=fields.count("num_attention_heads"),
+        hidden_size=fields.count("hidden_size"),
+        max_context=next((each for each in lengths if each is not None), None),
         dtype=dtype,
         kv_scheme=_declared_scheme(section, config),
         state_dtype=state_dtype,
@@ -187,7 +187,7 @@ def _placed(fields: Fields, layer: LayerKV, kind: str, index: int) -> LayerKV:
         return msgspec.structs.replace(layer, kind="sliding", window=fields.need_int("attention_window_size"))
     if kind == "chunked":
         return msgspec.structs.replace(layer, kind="chunked", window=fields.need_int("attention_chunk_size"))
-    heads, dim = fields.get("num_global_key_value_heads"), fields.get("global_head_dim")
+    heads, dim = fields.maybe_int("num_global_key_value_heads"), fields.maybe_int("global_head_dim")
     if heads or dim:
         layer = msgspec.structs.replace(
             layer, num_kv_heads=heads or layer.num_kv_heads, key_dim=dim or layer.key_dim,
@@ -205,6 +205,8 @@ def _override(fields: Fields, index: int) -> Mapping[str, int]:
         if int(key) == index:
             if set(value) - {"head_dim", "num_key_value_heads"}:
                 raise fields.bad("per_layer_config", value, "only head_dim and num_key_value_heads are understood")
+            for name in value:
+                Fields(value, f"per_layer_config.{key}").need_int(name)
             return value
     return {}
 
@@ -278,7 +280,7 @@ def _window_kinds(fields: Fields, num_layers: int) -> list[str]:
     if model_type in ("gemma2", "gpt_oss"):
         return ["attention" if (index + 1) % 2 == 0 else "sliding" for index in range(num_layers)]
     if fields.get("use_sliding_window") is True and fields.get("max_window_layers") is not None:
-        first = fields.get("max_window_layers")
+        first = fields.count("max_window_layers")
         return ["sliding" if index >= first else "attention" for index in range(num_layers)]
     if model_type in SLIDES_EVERYWHERE:
         return ["sliding"] * num_layers
@@ -290,7 +292,7 @@ def _attention_layer(fields: Fields) -> LayerKV:
     if rank is not None:
         for unused in ("num_key_value_heads", "qk_nope_head_dim", "v_head_dim", "qk_head_dim", "head_dim"):
             fields.get(unused)
-        index_dim = fields.get("index_head_dim")
+        index_dim = fields.maybe_int("index_head_dim")
         # Engines keep the indexer's key in 8 bits with one float32 scale for each 128 numbers.
         extra = 0 if index_dim is None else index_dim + 4 * -(-index_dim // 128)
         return LayerKV(
@@ -299,7 +301,7 @@ def _attention_layer(fields: Fields) -> LayerKV:
         )  # fmt: skip
     num_kv_heads = _num_kv_heads(fields)
     head_dim = _head_dim(fields)
-    value_dim = fields.get("v_head_dim") or head_dim
+    value_dim = fields.maybe_int("v_head_dim") or head_dim
     return LayerKV("full", num_kv_heads, head_dim, value_dim)
 
 
@@ -311,7 +313,7 @@ def _num_kv_heads(fields: Fields) -> int:
     fields.get("multi_query_attention")
     attn_config = fields.get("attn_config")
     if isinstance(attn_config, Mapping) and attn_config.get("kv_n_heads") is not None:
-        return int(attn_config["kv_n_heads"])
+        return Fields(attn_config, "attn_config").need_int("kv_n_heads")
     if fields.get("num_key_value_heads") is None and model_type in MHA_BY_DEFINITION:
         fields.notes.append(f"num_key_value_heads absent: {model_type} then has one KV head for each query head")
         return fields.need_int("num_attention_heads")
@@ -358,16 +360,12 @@ def _state_layer(fields: Fields) -> LayerKV:
 
 
 def _mamba_layer(fields: Fields) -> LayerKV:
-    state = fields.get("mamba_d_state", fields.get("ssm_state_size"))
-    if state is None:
-        fields.need("mamba_d_state")
-    kernel = fields.get("mamba_d_conv", fields.get("conv_kernel"))
-    if kernel is None:
-        fields.need("mamba_d_conv")
-    expand = fields.get("mamba_expand", fields.get("expand"))
-    heads = fields.get("mamba_n_heads", fields.get("mamba_num_heads", fields.get("n_mamba_heads")))
-    head_dim = fields.get("mamba_d_head", fields.get("mamba_head_dim", fields.get("mamba_headdim")))
-    if heads is not None and isinstance(head_dim, int):
+    state = _first(fields, "mamba_d_state", "ssm_state_size") or fields.need_int("mamba_d_state")
+    kernel = _first(fields, "mamba_d_conv", "conv_kernel") or fields.need_int("mamba_d_conv")
+    expand = _first(fields, "mamba_expand", "expand")
+    heads = _first(fields, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+    head_dim = _first(fields, "mamba_d_head", "mamba_head_dim", "mamba_headdim")
+    if heads is not None and head_dim is not None:
         inner = heads * head_dim
     elif fields.get("mamba_d_ssm") is not None:
         inner = fields.need_int("mamba_d_ssm")
@@ -375,9 +373,15 @@ def _mamba_layer(fields: Fields) -> LayerKV:
         inner = expand * fields.need_int("hidden_size")
     else:
         inner = fields.need_int("mamba_expand")
-    groups = fields.get("mamba_n_groups", fields.get("n_groups", fields.get("mamba_ngroups"))) if heads else 0
+    groups = _first(fields, "mamba_n_groups", "n_groups", "mamba_ngroups") if heads else 0
     conv = (inner + 2 * (groups or 0) * state) * (kernel - 1)
     return LayerKV("state", recurrent_elements=inner * state, conv_elements=conv)
+
+
+def _first(fields: Fields, *names: str) -> int | None:
+    """Families name the same number differently, and some say "auto" for none. All names count as read."""
+    found = [None if fields.get(name) == "auto" else fields.maybe_int(name) for name in names]
+    return next((each for each in found if each is not None), None)
 
 
 def _shared(fields: Fields, layers: list[LayerKV]) -> list[LayerKV]:

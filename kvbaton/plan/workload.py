@@ -128,6 +128,7 @@ def _azure_time_s(text: str) -> float:
 
 
 MOST_ID = (1 << 63) - 1
+MOST_TOKENS = 1 << 27  # of one request; beyond it is a typing error, and a list of its blocks would fill the memory
 # (arrival, prompt, output) column names and how to read the arrival.
 COLUMNS: tuple[tuple[str | None, str, str, Callable[[Any], float]], ...] = (
     ("timestamp", "input_length", "output_length", lambda ms: float(ms) / 1e3),  # Mooncake
@@ -152,6 +153,8 @@ def _build(name: str, rows: Iterable[Mapping[str, Any]], block_tokens: int) -> T
             requests.append(TraceRequest(arrival_s, int(row[prompt]), int(row[output]), ids))
             if not isfinite(arrival_s) or requests[-1].prompt_tokens < 0 or requests[-1].output_tokens < 0:
                 raise ValueError("times are finite and lengths not negative")
+            if max(requests[-1].prompt_tokens, requests[-1].output_tokens) > MOST_TOKENS:
+                raise ValueError(f"a request has at most {MOST_TOKENS:,} tokens")
             if any(not -MOST_ID <= each <= MOST_ID for each in ids):
                 raise ValueError("hash_ids are numbers of 63 bits")
         except (KeyError, TypeError, ValueError, OverflowError) as error:

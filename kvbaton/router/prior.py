@@ -60,6 +60,9 @@ def read_profile(path: Path) -> FleetCosts:
     if step.per_token_s <= 0 or step.fixed_s <= 0:
         raise LocalError(f"{path}: steps take no time", field="router.profile", fix="run kvbaton profile again")
     link = cold.link
+    if profile.link is not None and not (profile.link.bytes_per_s >= 1.0 and profile.link.startup_s >= 0.0):
+        fix = "run kvbaton link again"
+        raise LocalError(f"{path}: a link that moves nothing", field="router.profile", fix=fix)
     if profile.link is not None:
         link = LinkCost(profile.link.startup_s, 1.0 / profile.link.bytes_per_s)
     overhead_s = profile.admission_s or cold.overhead_local_s

@@ -54,12 +54,18 @@ def read_report(raw: bytes | None) -> RequestReport | None:
 
 
 def take_error(events: bytes) -> tuple[bytes, ApiError | None]:
-    """What comes before an error event, and the error. A stream has at most one, and nothing follows it."""
+    """The events before an error event, and the error. A stream has at most one, and nothing follows it.
+
+    Whatever else its block holds goes with it.
+    """
     at = events.find(ERROR_MARK)
+    while at > 0 and events[at - 1] != _NEWLINE:  # the words occur inside a line
+        at = events.find(ERROR_MARK, at + 1)
     if at < 0:
         return events, None
     stop = events.index(b"\n\n", at)
-    return events[:at], decode_error(502, events[at + len(b"data: ") : stop])
+    block = events.rfind(b"\n\n", 0, at) + 2 if b"\n\n" in events[:at] else 0
+    return events[:block], decode_error(502, events[at + len(b"data: ") : stop])
 
 
 def decode_error(status: int, raw: bytes) -> ApiError:

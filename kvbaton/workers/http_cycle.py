@@ -65,13 +65,14 @@ class Cycle(RequestResponseCycle):
 
     def lost(self) -> None:
         self.disconnected = True
+        self.waiting_for_100_continue = False  # who still waits for the body asks for it no more
         self.message_event.set()
         if self.on_gone is not None:
             self.on_gone()
 
     def probe(self) -> None:
         """Write what means nothing to a client that has only stopped sending, and makes one that left say so."""
-        if self.flow.write_paused or self.response_complete:
+        if self.flow.write_paused or self.response_complete or self.disconnected:
             return
         if not self.response_started:
             self.transport.write(CONTINUE)

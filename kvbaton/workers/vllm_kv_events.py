@@ -259,9 +259,10 @@ def _salt_of(event: StoredBlocks) -> tuple[str, int]:
     for index, key in enumerate(keys[: len(event.hashes)]):
         if not key:
             continue
-        if index == 0 and event.parent is None and len(key) == 1 and isinstance(key[0], str):
-            salt = key[0]  # an engine puts it before the first block only
-            continue
+        match key:
+            case [str(alone)] if index == 0 and event.parent is None:
+                salt = alone  # an engine puts it before the first block only
+                continue
         num_plain = index
         break
     return salt, num_plain

@@ -1,8 +1,9 @@
 """One target under a coverage-guided fuzzer (atheris, which is libFuzzer for Python), in a process of its own.
 
-``python -m tests.fuzz.guided NAME --inputs N --result FILE --folder DIR``. Each input has a deadline in this process
-(libFuzzer's, by an alarm); the first find ends it with its traceback. Memory is looked at after a fifth of the inputs
-and at the end. Atheris ends the process itself, so the result is written when the last input has run.
+``python -m tests.fuzz.guided NAME --inputs N --folder DIR``. What an input raises is kept once for each place it is
+raised at, and the next input follows. Each input has a deadline in this process (libFuzzer's, by an alarm) and memory
+has a bound: either ends it. Memory is looked at after a fifth of the inputs and at the end. Atheris ends the process
+itself, so the result is written when the last input has run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import psutil
 
 DEADLINE_S = 20  # of one input
 RSS_LIMIT_MIB = 2048
+MOST_FINDS = 50
 
 
 def main() -> None:
@@ -33,6 +35,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the simulation's loop
     with atheris.instrument_imports(include=["kvbaton", "gguf", "uvicorn", "prometheus_client"]):
+        from .plain import Find, try_one
         from .table import all_targets
 
         target = next(each for each in all_targets() if each.name == options.name)
@@ -44,11 +47,16 @@ def main() -> None:
         (corpus / f"{number:04}").write_bytes(data)
     process, began_s = psutil.Process(), time.monotonic()
     done, at_first = 0, 0
+    finds: dict[str, Find] = {}
 
     def one(data: bytes) -> None:
         nonlocal done, at_first
         done += 1
-        run(data)
+        find = try_one(run, data)
+        if find is not None and find.where not in finds and len(finds) < MOST_FINDS:
+            finds[find.where] = find
+            (options.folder / f"crash-{len(finds)}").write_bytes(data)
+            print(find, file=sys.stderr)
         if done == options.inputs // 5:
             gc.collect()
             at_first = process.memory_info().rss

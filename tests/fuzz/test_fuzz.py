@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fuzz.model_targets import DEEPSEEK, LLAMA
 from fuzz.plain import try_inputs, try_one
+from fuzz.shapes import as_json, as_msgpack
 from fuzz.table import all_targets
 from fuzz.target import Target
 from hypothesis import HealthCheck, given, settings
@@ -28,6 +31,8 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     ),
     ("KV events over HTTP", b"\x81\xa1y" + b"\x91" * 100_000),
     ("KV events over ZeroMQ", b"\x92\x01" + b"\x91" * 100_000),
+    # What else a block's hash stands for was no list, and the task that follows a server's events ended.
+    ("KV events over ZeroMQ", as_msgpack([0, [["BlockStored", [1], None, [5] * 16, 16, None, "GPU", None, [7]]]])),
     ("safetensors headers", b'{"y":' + b"[" * 100_000),
     ("traces (jsonl)", b'{"y":' + b"[" * 100_000),
     ("SSE at the benchmark", b'data: {"y":' + b"[" * 100_000 + b"\n\n"),
@@ -46,6 +51,29 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     ("tokenizer_config.json", b'{"chat_template": "\\ud800"}'),
     ("tokenizer_config.json", b'{"eos_token": "\\ud800"}'),
     ("scenario files", b"name = '\xff'"),
+    # The client was asked for the rest of a body that had been refused already, behind the refusal.
+    ("HTTP to the router", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\n"
+     b"transfer-encoding: x\r\n\r\n{}"),
+    # The mark of an error inside a line of another kind cut that line in two.
+    ("SSE at the router", b':data: {"error": [\n\n:1 2\n\n'),
+    ("SSE at the router", b':0 12\ndata: {"error":{"message":"m"}}\n\n'),
+    # Numbers that are none, in fields that were passed on as they stand.
+    *(("config.json (planner)", json.dumps({**DEEPSEEK, "kv_lora_rank": None, **{name: wrong}}).encode())
+      for name in ("v_head_dim", "max_position_embeddings", "num_global_key_value_heads", "hidden_size")
+      for wrong in ("default", -1, 1.5, [], True)),
+    ("config.json (planner)", json.dumps({**LLAMA, "per_layer_config": {"0": {"head_dim": "x"}}}).encode()),
+    ("config.json (planner)", json.dumps({**LLAMA, "per_layer_config": {"0": {"num_key_value_heads": 0}}}).encode()),
+    ("tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+                                   "decoder": {"type": "Sequence", "decoders": [
+        {"type": "Fuse"}, {"typee": "Strip", "content": " ", "start": 1, "stop": 0}]}}).encode()),
+    # A list of the blocks of 1e300 tokens.
+    ("traces (jsonl)", b'{"timestamp": 0, "input_length": 1e300, "output_length": 1, "hash_ids": [0]}'),
+    ("traces (csv)", b"arrival_s,prompt_tokens,output_tokens\n0,9" + b"9" * 40 + b",1\n"),
+    ("conversations (ShareGPT)", b'[{"conversations": [{"value": "\\ud800 q"}, {"value": "a"}]}]'),
+    ("samples files", b'["kind"]'),
+    ("Prometheus text", b"# TYPE \x1c \x80"),
+    ("profile files", json.dumps({"step": {"fixed_s": 1e-3, "per_token_s": 1e-3},
+                                  "link": {"startup_s": 0.0, "bytes_per_s": 0.0}}).encode()),
 )  # fmt: skip
 
 
@@ -76,8 +104,6 @@ def test_what_was_found_is_refused(name: str, tmp_path: Path) -> None:
                          ids=lambda target: target.name)  # fmt: skip
 def test_any_document_is_refused(target: Target, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Hypothesis looks for documents; what fails it makes small."""
-    from fuzz.shapes import as_json, as_msgpack
-
     encode = as_json if target.form == "json" else as_msgpack
     run = target.prepare(tmp_path_factory.mktemp("fuzz"))
     leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)

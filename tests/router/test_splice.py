@@ -42,6 +42,20 @@ def test_an_error_ends_what_came_before_it() -> None:
     assert rest == b"" and found is not None
 
 
+def test_only_a_line_of_its_own_is_an_error() -> None:
+    mark = b'data: {"error":{"message":"m"}}\n\n'
+    for line in (b":", b"x", b": 0 1 "):
+        assert take_error(TEXT + line + mark) == (TEXT + line + mark, None)
+    rest, found = take_error(TEXT + b":x" + mark + mark)
+    assert rest == TEXT + b":x" + mark and found is not None and found.message == "m"
+
+
+def test_a_block_with_an_error_is_not_cut_in_two() -> None:
+    """Else the line of the journal before it would be cut short, and another token would be in it."""
+    rest, found = take_error(TEXT + b':0 12\ndata: {"error":{"message":"m"}}\n\n')
+    assert rest == TEXT and found is not None
+
+
 def test_what_is_no_error_object_is_not_shown() -> None:
     for raw in (b"", b"<html>10.0.0.7", b'{"error":"x"}', b"[1]"):
         error = decode_error(500, raw)

@@ -107,6 +107,10 @@ def test_a_salt_starts_the_chain() -> None:
         ({"extra_keys": [None, [["picture", 2]], None]}, 1),  # the same tokens, another picture
         ({"extra_keys": [["salt", ["picture", 0]], None, None]}, 0),
         ({"extra_keys": [[b"embedding"], None, None]}, 0),
+        ({"extra_keys": [1, None, None]}, 0),  # a version of the engine that says it in another way
+        ({"extra_keys": ["salt", None, None]}, 0),
+        ({"extra_keys": [{"salt": "salt"}, None, None]}, 0),
+        ({"extra_keys": [None, {"x": 1}, None]}, 1),
         ({"block_size": SIZE * 2}, 0),
         ({"token_ids": PROMPT[:-1]}, 0),  # some of its blocks were left out, nobody says which
         ({"parent_block_hash": 99}, 0),
