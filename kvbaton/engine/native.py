@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from kvbaton.engine.model_config import ModelConfig
     from kvbaton.engine.pool import KVPool
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 PANEL_COLUMNS = 32
-ENGINES = ("portable", "avx512", "amx")
+ENGINES = ("portable", "avx512", "avx512_bf16", "amx")
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float8_e4m3": 2}
 QKV, O_PROJ, GATE_UP, DOWN, LM_HEAD = range(5)

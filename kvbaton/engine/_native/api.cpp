@@ -27,7 +27,7 @@ Linear* linear_of(Model& model, int layer, int which) {
 
 extern "C" {
 
-int kvb_abi_version() { return 2; }
+int kvb_abi_version() { return 3; }
 
 int kvb_best_engine(int bf16) { return best_engine(bf16 != 0); }
 
@@ -35,7 +35,7 @@ void* kvb_create(const Config* config, const float* inv_freq) {
   try {
     auto* model = new Model(*config);
     model->inv_freq.assign(inv_freq, inv_freq + config->head_dim / 2);
-    const Engine* engines[] = {generic_engine(), avx512_engine(), amx_engine()};
+    const Engine* engines[] = {generic_engine(), avx512_engine(), avx512_bf16_engine(), amx_engine()};
     model->engine = engines[config->engine];
     return model;
   } catch (const std::exception&) {

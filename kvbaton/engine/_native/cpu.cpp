@@ -35,10 +35,12 @@ bool has_avx512() {
   return (leaf.b & wanted) == wanted && (enabled_state() & 0xe6) == 0xe6;
 }
 
+bool has_avx512_bf16() { return cpuid(7, 1).a & (1u << 5); }
+
 bool has_amx() {
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kVbmi = 1u << 1, kVnni = 1u << 11;
-  Leaf leaf = cpuid(7, 0), more = cpuid(7, 1);
-  if ((leaf.d & (kBf16 | kTile)) != (kBf16 | kTile) || (leaf.c & (kVbmi | kVnni)) != (kVbmi | kVnni) || !(more.a & (1u << 5))) return false;
+  Leaf leaf = cpuid(7, 0);
+  if ((leaf.d & (kBf16 | kTile)) != (kBf16 | kTile) || (leaf.c & (kVbmi | kVnni)) != (kVbmi | kVnni) || !has_avx512_bf16()) return false;
   if ((enabled_state() & 0x60000) != 0x60000) return false;
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl: per process, inherited by threads
@@ -53,7 +55,8 @@ bool has_amx() {
 EngineKind best_engine(bool bf16) {
   if (!has_avx512() || !avx512_engine()) return kGeneric;
   static const bool amx = has_amx();
-  return bf16 && amx && amx_engine() ? kAmx : kAvx512;
+  if (bf16 && amx && amx_engine()) return kAmx;
+  return bf16 && has_avx512_bf16() && avx512_bf16_engine() ? kAvx512Bf16 : kAvx512;
 }
 #else
 EngineKind best_engine(bool) { return kGeneric; }

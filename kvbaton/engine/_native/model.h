@@ -21,7 +21,7 @@ inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multi
 
 enum Format : int32_t { kF32 = 0, kBF16 = 1, kInt8 = 2, kInt4 = 3 };
 enum KvType : int32_t { kKvF32 = 0, kKvBF16 = 1, kKvE4M3 = 2 };
-enum EngineKind : int32_t { kGeneric = 0, kAvx512 = 1, kAmx = 2 };
+enum EngineKind : int32_t { kGeneric = 0, kAvx512 = 1, kAvx512Bf16 = 2, kAmx = 3 };
 
 // Mirrors native.py's _Config, field by field.
 struct Config {
@@ -82,7 +82,7 @@ struct ThreadScratch {
 class ThreadPool;
 struct Model;
 
-// One implementation of the arithmetic: portable, AVX-512, or AMX.
+// One implementation of the arithmetic: portable, AVX-512, AVX-512 with bfloat16 pairs, or AMX.
 struct Engine {
   void (*run_layer)(Model&, const Step&, int layer);
   void (*logits)(Model&, const Step&);
@@ -136,8 +136,9 @@ std::vector<Segment> segments_of(const Step& step, int begin, int end);
 void begin_step(Model& model, const Step& step);  // embeddings and rotary tables
 
 const Engine* generic_engine();
-const Engine* avx512_engine();  // null where not compiled in
-const Engine* amx_engine();     // null where not compiled in
+const Engine* avx512_engine();       // null where not compiled in, as the next
+const Engine* avx512_bf16_engine();
+const Engine* amx_engine();          // null where not compiled in
 EngineKind best_engine(bool bf16);
 
 void pack_linear(Model& model, Linear& linear, Format format, int n, int k, const float* const* parts, const int* part_rows,

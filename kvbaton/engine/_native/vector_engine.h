@@ -1,5 +1,7 @@
-// The float32 engine: any weight format, any KV type, activations and sums in float32. Included inside a namespace of its own
-// (see vector_ops.h). Every sum over k runs from 0 upwards in one accumulator per output, whatever the number of rows.
+// The vector engines: any weight format, any KV type, sums in float32. Included inside a namespace of its own (see
+// vector_ops.h). Every sum over k runs from 0 upwards in one accumulator per output, whatever the number of rows. Activations
+// are float32, but for products with bfloat16 weights where KVB_AVX512_BF16 says that pairs of those can be multiplied:
+// they are rounded to bfloat16 then, as the AMX engine does.
 
 static constexpr int kKeyTile = 32;
 static constexpr int kRowBlock = 256;
@@ -107,18 +109,52 @@ static inline void accumulate(v16 (&acc)[ROWS][2], const float* x, size_t stride
   }
 }
 
+#if KVB_AVX512_BF16
+constexpr bool kBF16Pairs = true;
+#else
+constexpr bool kBF16Pairs = false;
+#endif
+
+// The same with both sides in bfloat16, two values of k at a time: a packed panel is what the instruction takes. ``TOGETHER``:
+// how many of a panel's two tiles are walked at once. A panel that comes from memory comes faster in order, one tile after
+// the other; one that is in a cache already is done sooner when both tiles share an activation.
+template <int ROWS, int TOGETHER>
+static inline void accumulate_pairs(v16 (&acc)[ROWS][2], const uint16_t* x, size_t stride, int groups, const uint8_t* panel) {
+#if KVB_AVX512_BF16
+  for (int group = 0; group < groups; group++, panel += kGroup * kPanelCols * 2)
+    for (int tile = 0; tile < 2; tile += TOGETHER)
+      for (int pair = 0; pair < kGroup / 2; pair++) {
+        v16 w[TOGETHER];
+        for (int t = 0; t < TOGETHER; t++) w[t] = (v16)load_i16(panel + (tile + t) * 1024 + pair * 64);
+        for (int r = 0; r < ROWS; r++) {
+          int32_t both;
+          std::memcpy(&both, x + r * stride + group * kGroup + pair * 2, 4);
+          auto a = (__m512bh)_mm512_set1_epi32(both);
+          for (int t = 0; t < TOGETHER; t++)
+            acc[r][tile + t] = (v16)_mm512_dpbf16_ps((__m512)acc[r][tile + t], a, (__m512bh)w[t]);
+        }
+      }
+#endif
+}
+
 struct Rows {
   const float* x;
+  const uint16_t* rounded;  // the same in bfloat16, or null
   size_t stride;
   int first;  // row of the output
 };
 
 // Weights either as floats, or packed (``unpacked`` is null) and unpacked on the way, which is what few rows want: they
-// read each weight once.
+// read each weight once. With rounded rows nothing needs to be unpacked.
 template <int ROWS, Epilogue E>
 static void rows_times_panel(const Rows& rows, const Linear& linear, const float* unpacked, const Output& out, int panel) {
   v16 acc[ROWS][2] = {};
-  if (unpacked) {
+  if (rows.rounded) {
+    if (rows.first == 0)  // from memory
+      accumulate_pairs<ROWS, 1>(acc, rows.rounded, rows.stride, linear.groups, linear.panel(panel));
+    else
+      accumulate_pairs<ROWS, 2>(acc, rows.rounded, rows.stride, linear.groups, linear.panel(panel));
+  } else if (unpacked) {
     accumulate<ROWS>(acc, rows.x, rows.stride, linear.groups * kGroup, unpacked);
   } else {
     alignas(64) float floats[kGroup * kPanelCols];
@@ -133,7 +169,8 @@ static void rows_times_panel(const Rows& rows, const Linear& linear, const float
 constexpr int kMostRows = 8;
 
 template <Epilogue E>
-static void up_to_eight_rows(int count, const Rows& rows, const Linear& linear, const float* unpacked, const Output& out, int panel) {
+static void up_to_eight_rows(int count, const Rows& rows, const Linear& linear, const float* unpacked, const Output& out,
+                             int panel) {
   switch (count) {
     case 1: return rows_times_panel<1, E>(rows, linear, unpacked, out, panel);
     case 2: return rows_times_panel<2, E>(rows, linear, unpacked, out, panel);
@@ -146,13 +183,24 @@ static void up_to_eight_rows(int count, const Rows& rows, const Linear& linear, 
   }
 }
 
+static const uint16_t* rounded_rows(Model& model, const float* x, size_t stride, int rows) {
+  auto* out = model.digits.as<uint16_t>(rows * stride);
+  for (size_t i = 0; i < rows * stride; i += 16) *reinterpret_cast<h16_unaligned*>(out + i) = to_bf16(load(x + i));
+  return out;
+}
+
 template <Epilogue E>
 static void product(Model& model, const float* x, size_t stride, int rows, const Linear& linear, Output out) {
   out.bias = linear.bias;
+  const uint16_t* rounded = kBF16Pairs && linear.format == kBF16 ? rounded_rows(model, x, stride, rows) : nullptr;
+  bool unpack = !rounded && rows > kMostRows;
   model.pool->run(linear.panels, [&](int panel, int thread) {
-    const float* unpacked = rows > kMostRows ? float_panel(linear, panel, model.scratch[thread].panel) : nullptr;
-    for (int row = 0; row < rows; row += kMostRows)
-      up_to_eight_rows<E>(std::min(kMostRows, rows - row), {x + row * stride, stride, row}, linear, unpacked, out, panel);
+    const float* unpacked = unpack ? float_panel(linear, panel, model.scratch[thread].panel) : nullptr;
+    for (int row = 0; row < rows; row += kMostRows) {
+      size_t offset = row * stride;
+      Rows some{x + offset, rounded ? rounded + offset : nullptr, stride, row};
+      up_to_eight_rows<E>(std::min(kMostRows, rows - row), some, linear, unpacked, out, panel);
+    }
   });
 }
 
@@ -194,6 +242,11 @@ static void stage_keys(Model& model, const Step& step, int layer, int seq, int k
   }
 }
 
+// Where the first tile begins that some key at or behind ``position``'s window lies in.
+static int first_tile(int position, int window) {
+  return window && position >= window ? (position - window + 1) / kKeyTile * kKeyTile : 0;
+}
+
 static void attend_tile(const Config& c, const LaneGroup& lanes, int window, int start, const float* keys, const float* values,
                         const v16* q, v16* out, v16& largest, v16& total) {
   int hd = c.head_dim;
@@ -233,7 +286,7 @@ static void attend_tile(const Config& c, const LaneGroup& lanes, int window, int
 static void attend_lanes(Model& model, const Step& step, int layer, int seq, int kv_head, const LaneGroup& lanes, int limit,
                          ThreadScratch& scratch) {
   const Config& c = model.config;
-  int hd = c.head_dim, window = model.layers[layer].window, first = lanes.position[0];
+  int hd = c.head_dim, window = model.layers[layer].window;
   auto* keys = scratch.keys.as<float>(size_t(kKeyTile) * hd);
   auto* values = scratch.values.as<float>(size_t(kKeyTile) * hd);
   auto* q = scratch.lanes.as<v16>(size_t(hd) * 2);
@@ -243,14 +296,20 @@ static void attend_lanes(Model& model, const Step& step, int layer, int seq, int
     for (int lane = 0; lane < 16; lane++) q[i][lane] = lane < lanes.count ? lanes.query[lane][i] : 0.0f;
   }
   v16 largest = splat(-1e30f), total = {};
-  int start = window && first >= window ? (first - window + 1) / kKeyTile * kKeyTile : 0;
-  for (; start <= lanes.last; start += kKeyTile) {
+  for (int start = first_tile(lanes.position[0], window); start <= lanes.last; start += kKeyTile) {
     stage_keys(model, step, layer, seq, kv_head, start, limit, keys, values);
     attend_tile(c, lanes, window, start, keys, values, q, out, largest, total);
   }
   for (int lane = 0; lane < lanes.count; lane++)
     for (int i = 0; i < hd; i++) lanes.out[lane][i] = out[i][lane] / total[lane];
 }
+
+#if KVB_AVX512
+#include "vector_few_lanes.h"
+#else
+static constexpr int kFewLanes = 0;
+static void attend_few_lanes(Model&, const Step&, int, int, int, const LaneGroup&, int, ThreadScratch&) {}
+#endif
 
 static void attend(Model& model, const Step& step, int layer, int begin, int end, const float* qkv, int qkv_stride, float* out,
                    int out_stride) {
@@ -272,7 +331,9 @@ static void attend(Model& model, const Step& step, int layer, int begin, int end
         lanes.out[lane] = out + size_t(row - begin) * out_stride + head * hd;
       }
       lanes.last = lanes.position[15];
-      attend_lanes(model, step, layer, s.seq, kv_head, lanes, limit, model.scratch[thread]);
+      void (*attend_group)(Model&, const Step&, int, int, int, const LaneGroup&, int, ThreadScratch&) =
+          lanes.count <= kFewLanes ? attend_few_lanes : attend_lanes;
+      attend_group(model, step, layer, s.seq, kv_head, lanes, limit, model.scratch[thread]);
     }
   });
 }
