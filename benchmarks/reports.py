@@ -32,21 +32,23 @@ ARMS = ["--colocated", "2", "--prefill", "1", "--decode", "1"]
 # learns would be another one in each of them.
 COMMON = ["--up-flag=--threads=1", "--up-flag=--threshold-tokens=64", "--realtime", "--max-lag-ms", "20", "--quiet"]
 COMPARISONS: dict[str, dict[str, Any]] = {
-    # A prompt of 3,000 tokens holds a worker for one to three seconds, in chunks that every open stream waits for. One
-    # request in three is such a prompt, as often as keeps one prefill worker busy for "prefill_share" of the time at
-    # the speed that the machine has just then (it differs by more than two within minutes): with it, chunks of every
-    # size that is tried hit more than one gap in twenty of the single pool. The gates are wide: the gaps decide.
-    # Arrivals are steadier than Poisson's, or the two runs of an arm differ by their luck (34 requests and 46, p95 ITL
-    # 264 and 132 ms, in one such pair).
+    # Chats with open streams, and one request in four a document of 1,000 tokens with a short answer (a label, a title).
+    # A document holds a worker of the single pool in chunks that every open stream waits for, and more gaps than one in
+    # twenty are hit: documents come as often as keeps one prefill worker busy for "prefill_share" of the time at the
+    # speed that the machine has just then (it differs by more than two within minutes). Answers to documents are short
+    # so that the decode worker's own batch and contexts stay small: what is compared is what prefill does to streams.
+    # The gates are wide: the gaps decide. Arrivals are steadier than Poisson's, or the two runs of an arm differ by
+    # their luck.
     "long": {
         "expected": "split",
         "report": "long-prompts",
-        "prefill_share": (0.75, 3000, 3),
+        "prefill_share": (0.7, 1000, 4),
         "load": [
             *("--title", "Long prompts into open streams: 2 colocated against 1 prefill + 1 decode"),
-            *("--arrivals", "gamma", "--cv", "0.5", "--input", "mix:32@2,3000@1", "--output", "64"),
-            *("--ttft-slo", "25000", "--tpot-slo", "200"),
-            *("--tune", "--chunk-tokens 512", "--tune", "--chunk-tokens 256", "--tune", "--chunk-tokens 128"),
+            *("--arrivals", "gamma", "--cv", "0.5", "--classes", "32:64@3,1000:8@1"),
+            *("--ttft-slo", "25000", "--tpot-slo", "1000"),
+            *("--tune", "--chunk-tokens 512", "--tune", "--chunk-tokens 256"),
+            *("--tune", "--chunk-tokens 128", "--tune", "--chunk-tokens 64"),
         ],
         "duration": 80,
         "small": 15,

@@ -11,8 +11,10 @@ from random import Random
 
 from kvbaton.types import LocalError
 
+CLASSES_HELP = "INPUT:OUTPUT@SHARE,INPUT:OUTPUT@SHARE"
 HELP = "N | uniform:LOW:HIGH | normal:MEAN:SD | lognormal:MEDIAN:SIGMA | exp:MEAN | mix:N@SHARE,N@SHARE"
 Draw = Callable[[Random], int]
+DrawPair = Callable[[Random], tuple[int, int]]
 
 
 def parse_lengths(text: str, field: str) -> Draw:
@@ -27,6 +29,28 @@ def parse_lengths(text: str, field: str) -> Draw:
         return _distribution(kind, numbers)
     except ValueError as error:
         raise LocalError(f"cannot read {text!r}: {error}", field=field, fix=f"use {HELP}") from error
+
+
+def parse_classes(text: str) -> DrawPair:
+    """A sampler of (prompt tokens, output tokens) that belong together, for traffic of several kinds."""
+    try:
+        parts = [part.split("@") for part in text.split(",")]
+        if any(len(part) != 2 for part in parts):
+            raise ValueError("a class is INPUT:OUTPUT@SHARE, and classes are separated by commas")
+        pairs = [(int(input_), int(output)) for input_, output in (lengths.split(":") for lengths, _ in parts)]
+        shares = _shares([share for _, share in parts])
+        if min(min(pair) for pair in pairs) < 1:
+            raise ValueError("a length is at least 1")
+    except ValueError as error:
+        raise LocalError(f"cannot read {text!r}: {error}", field="classes", fix=f"use {CLASSES_HELP}") from error
+    return lambda random: random.choices(pairs, weights=shares)[0]
+
+
+def _shares(texts: list[str]) -> list[float]:
+    shares = [float(share) for share in texts]
+    if not all(0 <= share < math.inf for share in shares) or sum(shares) <= 0:
+        raise ValueError("shares are not negative, and one is above 0")
+    return shares
 
 
 def _fixed(value: int) -> Draw:
@@ -54,7 +78,7 @@ def _mix(rest: str) -> Draw:
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError("a mix is LENGTH@SHARE, separated by commas")
     lengths = [int(length) for length, _ in pairs]
-    shares = [float(share) for _, share in pairs]
-    if min(lengths) < 1 or min(shares) < 0 or sum(shares) <= 0:
-        raise ValueError("lengths are at least 1 and shares not negative")
+    shares = _shares([share for _, share in pairs])
+    if min(lengths) < 1:
+        raise ValueError("a length is at least 1")
     return lambda random: random.choices(lengths, weights=shares)[0]

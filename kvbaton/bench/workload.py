@@ -18,7 +18,7 @@ import msgspec
 
 from kvbaton.bench.arrivals import ArrivalKind, Phases, arrival_times, replay_times
 from kvbaton.bench.client import PlannedRequest
-from kvbaton.bench.lengths import parse_lengths
+from kvbaton.bench.lengths import parse_classes, parse_lengths
 from kvbaton.bench.prompts import Codec, PromptBuilder
 from kvbaton.plan.workload import Trace, read_trace
 from kvbaton.types import LocalError
@@ -46,6 +46,7 @@ class LoadSpec(msgspec.Struct, frozen=True):
     num_requests: int | None = None  # stop after this many due instants
     input: str = "256"
     output: str = "64"
+    classes: str = ""  # prompt and output lengths that belong together, in place of input and output
     trace: str | None = None
     trace_speed: float = 1.0
     trace_scale: float = 1.0  # lengths and shared blocks times this, for models smaller than the trace's
@@ -94,6 +95,10 @@ def plan_work(spec: LoadSpec, codec: Codec | None) -> Work:
         return _from_trace(spec, codec, random)
     if spec.arrivals == "trace":
         raise LocalError("trace arrivals need a trace", field="trace", fix="give --trace FILE")
+    if spec.classes:
+        draw_pair = parse_classes(spec.classes)
+        items = [WorkItem(time, *draw_pair(random)) for time in _due(spec, random)]
+        return _with_shared_prefix(spec, Work(items), random)
     draw_input, draw_output = parse_lengths(spec.input, "input"), parse_lengths(spec.output, "output")
     due: Sequence[float | None] = _due(spec, random)
     items = [WorkItem(time, draw_input(random), draw_output(random)) for time in due]

@@ -110,6 +110,12 @@ load_options = options(
     click.option("--cooldown", type=float, default=0.0, show_default=True, help="Seconds of load after, left out."),
     click.option("--input", "input_", default="256", show_default=True, help="Prompt tokens, see LENGTHS."),
     click.option("--output", default="64", show_default=True, help="Output tokens, see LENGTHS."),
+    click.option(
+        "--classes",
+        default="",
+        metavar="INPUT:OUTPUT@SHARE,...",
+        help="Kinds of requests, each with its lengths, in place of --input and --output.",
+    ),
     click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="Mooncake, Azure, ShareGPT, plain."),
     click.option("--trace-speed", type=float, default=1.0, show_default=True, help="Replay so many times as fast."),
     click.option("--trace-scale", type=float, default=1.0, show_default=True, help="Lengths times this."),
@@ -148,6 +154,8 @@ def load_spec(url: str, given: dict[str, Any]) -> LoadSpec:
         raise LocalError(f"not JSON: {error}", field="extra_body") from error
     if not isinstance(extra, dict):
         raise LocalError("it must be a JSON object", field="extra_body")
+    if given["classes"] and given["trace"]:
+        raise LocalError("a trace brings its own lengths", field="classes", fix="leave --classes or --trace out")
     return LoadSpec(
         url=url,
         endpoint=given.pop("endpoint"),
@@ -164,6 +172,7 @@ def load_spec(url: str, given: dict[str, Any]) -> LoadSpec:
         num_requests=given.pop("num_requests"),
         input=given.pop("input_"),
         output=given.pop("output"),
+        classes=given.pop("classes"),
         trace=given.pop("trace"),
         trace_speed=given.pop("trace_speed"),
         trace_scale=given.pop("trace_scale"),

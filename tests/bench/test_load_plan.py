@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.bench.arrivals import Phases, arrival_times, replay_times
-from kvbaton.bench.lengths import parse_lengths
+from kvbaton.bench.lengths import parse_classes, parse_lengths
 from kvbaton.bench.prompts import PromptBuilder
 from kvbaton.bench.workload import LoadSpec, RequestFactory, plan_work
 from kvbaton.types import LocalError
@@ -98,6 +98,22 @@ def test_bad_lengths_name_the_field_and_the_form(bad: str) -> None:
     with pytest.raises(LocalError) as caught:
         parse_lengths(bad, "input")
     assert caught.value.field == "input" and "uniform:LOW:HIGH" in str(caught.value)
+
+
+def test_classes_keep_lengths_together_in_their_shares() -> None:
+    draw, random = parse_classes("32:96@3,3000:8@1"), Random(2)
+    drawn = [draw(random) for _ in range(4000)]
+    assert set(drawn) == {(32, 96), (3000, 8)}
+    assert drawn.count((32, 96)) / 4000 == pytest.approx(0.75, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "bad", ["32@1", "32:96", "a:b@1", "32:96:4@1", "0:5@1", "32:96@0", "32:96@-1,3:3@2", "32:96@nan"]
+)
+def test_bad_classes_name_the_field_and_the_form(bad: str) -> None:
+    with pytest.raises(LocalError) as caught:
+        parse_classes(bad)
+    assert caught.value.field == "classes" and "INPUT:OUTPUT@SHARE" in str(caught.value)
 
 
 @given(st.integers(2, 400), st.integers(0, 50))
