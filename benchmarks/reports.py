@@ -32,7 +32,7 @@ ARMS = ["--colocated", "2", "--prefill", "1", "--decode", "1"]
 # learns would be another one in each of them.
 COMMON = ["--up-flag=--threads=1", "--up-flag=--threshold-tokens=64", "--realtime", "--max-lag-ms", "20", "--quiet"]
 COMPARISONS: dict[str, dict[str, Any]] = {
-    # Chats with open streams, and one request in four a document of 1,000 tokens with a short answer (a label, a title).
+    # Chats with open streams, and one request in four a document of 1,000 tokens with a short answer (a label).
     # A document holds a worker of the single pool in chunks that every open stream waits for, and more gaps than one in
     # twenty are hit: documents come as often as keeps one prefill worker busy for "prefill_share" of the time at the
     # speed that the machine has just then (it differs by more than two within minutes). Answers to documents are short
