@@ -1,7 +1,7 @@
-"""Builds the native kernels, a plain C library that ``kvbaton.engine.native`` loads with ctypes.
+"""Builds the kernels of the engine and the memory of words, plain C libraries loaded with ctypes.
 
 Everything else about the package is in pyproject.toml. Optional: without a C++ compiler the package installs all
-the same and runs the model with torch. For development: ``python setup.py build_ext --inplace``.
+the same, runs the model with torch and reads words in Python. For development: ``python setup.py build_ext --inplace``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ setup(
             ],
             extra_link_args=["-pthread"],
             optional=True,
-        )
+        ),
+        Extension(
+            "kvbaton.text._words",
+            sources=sorted(glob.glob("kvbaton/text/_native/*.cpp")),
+            language="c++",
+            extra_compile_args=["-std=c++17", "-O3", "-g0"],
+            optional=True,
+        ),
     ]
 )

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvbaton.engine.chat_template import ChatTemplate
 from kvbaton.engine.json_object import read_object
-from kvbaton.engine.segments import SegmentCache
 from kvbaton.engine.user_text import MarkerGuard
-from kvbaton.engine.words import WordCache
+from kvbaton.text.segments import SegmentCache
+from kvbaton.text.words import WordCache
 from kvbaton.types import LocalError
 
 if TYPE_CHECKING:
@@ -104,8 +104,12 @@ class Tokenizer:
             return self._words.encode(text, add_special_tokens)
         return self._library.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_met(self, text: str, max_new: int) -> list[int] | None:
-        """``encode`` of a text whose words were nearly all met before; None: it has more new ones, and takes longer."""
+    def encode_compact(self, text: str) -> Sequence[int]:
+        """``encode``, without a number object for each token where that can be."""
+        return self.encode(text) if self._words is None else self._words.encode_compact(text)
+
+    def encode_met(self, text: str, max_new: int) -> Sequence[int] | None:
+        """The same of a text whose words were nearly all met before; None: it has more new ones, and takes longer."""
         return None if self._words is None else self._words.encode_met(text, max_new)
 
     def chat(

@@ -27,6 +27,7 @@ from kvbaton.router.registry import Hold, Member, Registry
 from kvbaton.router.replay import REPLAYABLE
 from kvbaton.router.splice import decode_error, read_report
 from kvbaton.router.stream import Stream
+from kvbaton.text.native_words import ids_as_json
 from kvbaton.workers.generation import REPORT_HEADER
 from kvbaton.workers.http import JSON_HEADER
 from kvbaton.workers.http_client import HttpClient, Response
@@ -35,7 +36,7 @@ from kvbaton.workers.openai_errors import ApiError
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER
 
 log = logging.getLogger(__name__)
-_ENCODER = msgspec.json.Encoder()
+_ENCODER = msgspec.json.Encoder(enc_hook=lambda ids: msgspec.Raw(ids_as_json(ids)))
 _MAX_ERROR_BYTES = 64 * 1024
 OVERDUE_FROM_S = 0.25  # beyond twice the estimate a first token counts as late, and others keep away
 

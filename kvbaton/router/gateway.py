@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
@@ -257,7 +257,7 @@ class Gateway:
         await dispatcher.run(flight, call)
 
     def _call(
-        self, flight: Flight, request: ApiRequest, raw: bytes, max_context: int, met: list[list[int]] | None = None
+        self, flight: Flight, request: ApiRequest, raw: bytes, max_context: int, met: list[Sequence[int]] | None = None
     ) -> Call:
         """Tokenize and check. May run on a thread."""
         prompts = met or tokenize(request, self._tokenizer, max_context, self._limits)
@@ -275,7 +275,7 @@ class Gateway:
             raw,
             InternalRequest(
                 flight.request_id,
-                tuple([tuple(ids) for ids in prompts]),
+                tuple(prompts),
                 cache_salt=salt,
                 priority=request.priority,
                 journal=request.stream and flight.lifecycle.replays_left,

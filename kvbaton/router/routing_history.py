@@ -41,12 +41,13 @@ class RoutingHistory:
     def record(self, worker: str, chain: Sequence[bytes]) -> None:
         """The worker now has all of ``chain``. Later blocks of a chain are dropped before earlier ones."""
         held = self._held.setdefault(worker, OrderedDict())
-        for block_hash in reversed(chain):
+        known, move_to_end, drop = self.matched_blocks(worker, chain), held.move_to_end, held.popitem
+        for block_hash in reversed(chain[known:]):
             held[block_hash] = None
-            held.move_to_end(block_hash)
-        max_blocks = self._limits.get(worker, self._max_blocks)
-        while len(held) > max_blocks:
-            held.popitem(last=False)
+        for block_hash in reversed(chain[:known]):
+            move_to_end(block_hash)
+        for _ in range(len(held) - self._limits.get(worker, self._max_blocks)):
+            drop(False)
 
     def forget(self, worker: str) -> None:
         self._held.pop(worker, None)

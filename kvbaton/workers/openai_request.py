@@ -169,7 +169,7 @@ def parse(endpoint: Endpoint, raw: bytes, limits: RequestLimits, from_router: bo
     )
 
 
-def tokenize(request: ApiRequest, tokenizer: Tokenizer, max_context: int, limits: RequestLimits) -> list[list[int]]:
+def tokenize(request: ApiRequest, tokenizer: Tokenizer, max_context: int, limits: RequestLimits) -> list[Sequence[int]]:
     """Token ids of each prompt. Slow for long texts: call it off the event loop when ``text_chars`` is large."""
     most = max_context * limits.max_chars_per_token
     chars = [len(p) for p in request.prompts if isinstance(p, str)] or [request.text_chars]
@@ -177,16 +177,16 @@ def tokenize(request: ApiRequest, tokenizer: Tokenizer, max_context: int, limits
         raise _too_long(f"a prompt of {max(chars)} characters cannot fit {max_context} tokens", request)
     if request.endpoint == "chat":
         return [tokenizer.chat([dict(m) for m in request.messages])]
-    return [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in request.prompts]
+    return [tokenizer.encode_compact(p) if isinstance(p, str) else p for p in request.prompts]
 
 
-def tokenize_met(request: ApiRequest, tokenizer: Tokenizer) -> list[list[int]] | None:
+def tokenize_met(request: ApiRequest, tokenizer: Tokenizer) -> list[Sequence[int]] | None:
     """The same for texts of words that are known already, quickly enough for an event loop; None: it would not be."""
     if request.endpoint == "chat":
         return None
-    found = []
+    found: list[Sequence[int]] = []
     for prompt in request.prompts:
-        ids = tokenizer.encode_met(prompt, _MAX_NEW) if isinstance(prompt, str) else list(prompt)
+        ids = tokenizer.encode_met(prompt, _MAX_NEW) if isinstance(prompt, str) else prompt
         if ids is None:
             return None
         found.append(ids)

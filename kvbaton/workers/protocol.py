@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -142,7 +142,7 @@ class InternalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ``kvbaton`` object that the router adds to a body. Honoured only together with the internal key."""
 
     request_id: str
-    prompt_token_ids: tuple[tuple[int, ...], ...]  # one per prompt, tokenized by the router
+    prompt_token_ids: tuple[Sequence[int], ...]  # one per prompt, tokenized by the router
     prefill: PeerAddress | None = None
     deadline_s: float = 600.0
     cache_salt: str = ""

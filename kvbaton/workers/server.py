@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -326,7 +326,7 @@ class WorkerServer:
         finally:
             self._internal_ids.discard(internal.request_id)
 
-    async def _tokenize(self, request: ApiRequest) -> list[list[int]]:
+    async def _tokenize(self, request: ApiRequest) -> list[Sequence[int]]:
         arguments = (request, self.worker.tokenizer, self.max_context, self.options.limits)
         if request.text_chars <= self.options.tokenize_inline_chars:
             return tokenize(*arguments)

@@ -334,7 +334,7 @@ def test_a_clients_internal_object_is_refused_unread(value: Any) -> None:
 def test_a_routers_internal_object_is_read() -> None:
     body = {"prompt": "x", "kvbaton": {"request_id": "a", "prompt_token_ids": [[1, 2]]}}
     request = parse("completions", json.dumps(body).encode(), LIMITS, from_router=True)
-    assert request.internal is not None and request.internal.prompt_token_ids == ((1, 2),)
+    assert request.internal is not None and request.internal.prompt_token_ids == ([1, 2],)
     for broken in ({}, {"request_id": "a", "prompt_token_ids": [], "remote": 1}):
         with pytest.raises(ApiError) as caught:
             parse("completions", json.dumps({**body, "kvbaton": broken}).encode(), LIMITS, from_router=True)
@@ -461,6 +461,6 @@ def test_texts_of_known_words_need_no_thread(tiny_model_dir: Path) -> None:
     known = completions(prompt=["the quick brown fox " * 300, "the lazy dog"])
     tokens = tokenize(known, tokenizer, 100_000, LIMITS)
     assert tokenize_met(known, tokenizer) == tokens
-    assert tokenize_met(completions(prompt=[[1, 2], [3]]), tokenizer) == [[1, 2], [3]]
+    assert tokenize_met(completions(prompt=[[1, 2], [3]]), tokenizer) == [(1, 2), (3,)]
     assert tokenize_met(completions(prompt=" ".join(f"new{i}word" for i in range(200))), tokenizer) is None
     assert tokenize_met(chat(messages=HELLO), tokenizer) is None

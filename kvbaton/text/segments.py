@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvbaton.engine.words import WordCache
+from kvbaton.text.words import WordCache
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Library
 
-from kvbaton.engine.segments import SegmentCache, held_bytes
 from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.text.segments import SegmentCache, held_bytes
 
 
 @pytest.fixture

@@ -17,8 +17,11 @@ Knows nothing about messages, templates or requests.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from kvbaton.text.native_words import NativeWords
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -38,6 +41,17 @@ _SAFE_PATTERNS = {
 }
 
 
+class _Limit:
+    """What is left of the time that one text may cost."""
+
+    __slots__ = ("left", "max_new", "num_new")
+
+    def __init__(self, max_new: int) -> None:
+        self.max_new = max_new
+        self.num_new = 0
+        self.left = (max_new + 1) * MAX_WORD_CHARS  # characters that may be unknown
+
+
 class WordCache:
     """``encode`` as the library does it. Safe to use from several threads."""
 
@@ -48,6 +62,7 @@ class WordCache:
         self._num_digits, self._not_in_numbers = num_digits, frozenset(not_in_numbers)
         self._digits: dict[str, list[int]] = {}  # pieces of digits; few are possible
         self._before, self._after = _frame(library)
+        self._native = NativeWords.of(MAX_WORDS)
         # Words that follow a space. Two generations: when the young one is full it becomes the old one, and what is
         # still met moves back.
         self._young: dict[str, tuple[int, ...]] = {}
@@ -74,27 +89,61 @@ class WordCache:
         return len(self._young) + len(self._old)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = self._tokens(text, _Limit(len(text)), add_special_tokens)
+        assert ids is not None, "a text has fewer words than characters"
+        return ids if isinstance(ids, list) else ids.tolist()
+
+    def encode_compact(self, text: str, add_special_tokens: bool = True) -> array[int]:
         ids = self.encode_met(text, len(text), add_special_tokens)
         assert ids is not None, "a text has fewer words than characters"
         return ids
 
-    def encode_met(self, text: str, max_new: int, add_special_tokens: bool = True) -> list[int] | None:
+    def encode_met(self, text: str, max_new: int, add_special_tokens: bool = True) -> array[int] | None:
         """None, and little time was spent, when more than ``max_new`` of its words have to be looked at closely, or
         more text than such words have is none that is kept."""
-        ids = [*self._before] if add_special_tokens else []
-        get, extend = self._young.get, ids.extend
+        ids = self._tokens(text, _Limit(max_new), add_special_tokens)
+        return array("I", ids) if isinstance(ids, list) else ids
+
+    def _tokens(self, text: str, limit: _Limit, add_special_tokens: bool) -> list[int] | array[int] | None:
+        """As numbers, or as they lie in native memory; None: the limit is passed."""
+        ids: list[int] | array[int] = [*self._before] if add_special_tokens else []
+        try:
+            raw = None if self._native is None else text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair: whatever the library says to it
+            raw = None
+        if self._native is None or raw is None:
+            if not self._read(text, "", ids, limit):
+                return None
+        else:
+            ids = array("I", ids)
+            for known, unknown in self._native.read(raw):
+                ids.extend(known)
+                if unknown and not self._read_unknown(unknown, ids, limit):
+                    return None
+        if add_special_tokens:
+            ids.extend(self._after)
+        return ids
+
+    def _read_unknown(self, text: str, ids: list[int] | array[int], limit: _Limit) -> bool:
+        """Of the native memory; of a text's start, or with the space before it."""
+        return self._read(text[1:], " ", ids, limit) if text[0] == " " else self._read(text, "", ids, limit)
+
+    def _read(self, text: str, space: str, ids: list[int] | array[int], limit: _Limit) -> bool:
+        """``text`` behind ``space``; False when the limit is passed."""
+        get, extend, native = self._young.get, ids.extend, self._native
         known: Sequence[int] | None
         unknown = ""  # text since the last known word
-        space, joined, num_new = "", False, 0  # joined: to what comes before it
-        left = (max_new + 1) * MAX_WORD_CHARS  # characters that may be unknown
+        joined = False  # to what comes before it
         for piece in text.split(" "):
             if not joined:
                 known = get(piece if space else " " + piece)  # no piece has a space: the first one's key is its own
                 if known is None:
-                    if num_new > max_new:
-                        return None
-                    known = self._look_again(piece, space, num_new < MAX_NEW_WORDS)
-                    num_new += 1
+                    if limit.num_new > limit.max_new:
+                        return False
+                    known = self._look_again(piece, space, limit.num_new < MAX_NEW_WORDS)
+                    limit.num_new += 1
+                elif native is not None and space:
+                    native.learn(piece, known)
                 if known is not None:
                     if unknown:
                         extend(self._library.encode(unknown, add_special_tokens=False).ids)
@@ -104,14 +153,12 @@ class WordCache:
                     continue
             unknown += space + piece
             space, joined = " ", not piece or piece[-1].isspace()
-            left -= len(piece) + 1
-            if left < 0:
-                return None
+            limit.left -= len(piece) + 1
+            if limit.left < 0:
+                return False
         if unknown:
             extend(self._library.encode(unknown, add_special_tokens=False).ids)
-        if add_special_tokens:
-            extend(self._after)
-        return ids
+        return True
 
     def _look_again(self, piece: str, space: str, may_learn: bool) -> Sequence[int] | None:
         """Of a piece that the young generation does not have."""
@@ -130,6 +177,8 @@ class WordCache:
         if len(self._young) >= MAX_WORDS:
             self._old, self._young = self._young, {}
         self._young[key] = known
+        if self._native is not None and space:
+            self._native.learn(piece, known)
         return known
 
     def _put_together(self, parts: Sequence[str], space: str, may_learn: bool) -> list[int] | None:
