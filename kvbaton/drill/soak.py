@@ -75,6 +75,7 @@ class Soak:
     pids: set[int] = field(default_factory=set)
     canary_counts: Counter[str] = field(default_factory=Counter)  # of the router's own canary, over its lives
     router_requests: float = 0.0  # that the present router counts
+    sent: Sequence[Sent] = ()  # of traces, as they end
     _canary_before: dict[str, float] = field(default_factory=dict)
     _members: set[str] = field(default_factory=set)
 
@@ -86,7 +87,7 @@ class Soak:
         del stage.looks[:-20]
         self._note_members(seen)
         with contextlib.suppress(KvbatonError):
-            self.watch.look(await self.processes(), stage.now_s())
+            self.watch.look(await self.processes(), stage.now_s(), self._num_answered(stage))
         await self._scrape()
 
     def _note_members(self, seen: FleetSeen) -> None:
@@ -98,6 +99,10 @@ class Soak:
             self.joined["joined"] += len(members.keys() - self._members)
             self.joined["left"] += len(self._members - members.keys())
         self._members = set(members)
+
+    def _num_answered(self, stage: Stage) -> int:
+        """By the fleet, until now: of traces and canaries."""
+        return len(self.sent) + len(stage.traffic.samples)
 
     async def processes(self) -> list[tuple[str, str, int]]:
         status = await self.target.command(Command("status"))
@@ -221,6 +226,7 @@ class Soak:
             scaled={what: self.joined[what] - number for what, number in ours.items()},
             lives=counted(life.kind for life in self.watch.lives.values()),
             slopes=list(seen.slopes),
+            memory=[resources.thinned(life) for life in self.watch.lives.values()],
             left_over=list(seen.left_over),
             problems=problems_of(seen),
         )
@@ -293,6 +299,7 @@ async def soak(target: Target, traces: Sequence[Trace], model_dir: Path, setting
         load = await stack.enter_async_context(
             TraceLoad(target.url, mixture, builders(tokenizer, settings.seed), settings.deadline_s)
         )
+        run.sent = load.sent
         stage = Stage(target, traffic, random.Random(f"{settings.seed}-stage"), roles)
         doubtful = await traffic.learn()
         before = resources.most_of(*await run.at_rest(stage))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvbaton.drill.resources import Slope
+from kvbaton.drill.resources import Life, Slope
 from kvbaton.drill.samples import Sample
 from kvbaton.drill.soak_load import Sent
 
@@ -70,6 +70,7 @@ class SoakRecord(msgspec.Struct):
     scaled: dict[str, int]  # workers that the autoscaler added and drained
     lives: dict[str, int]  # processes watched, by kind
     slopes: list[Slope]
+    memory: list[Life]  # so that the slopes can be looked at
     left_over: list[str]
     problems: list[str]
 
@@ -83,9 +84,7 @@ def problems_of(seen: Seen) -> list[str]:
     found += _of_requests(seen) + _of_canaries(seen) + list(seen.left_over)
     if not seen.router.holds:
         found.append(f"the router counts {seen.router.counted} requests, of {seen.router.at_least} it must have had")
-    for slope in seen.slopes:
-        if slope.too_steep:
-            found.append(f"the memory of {slope.kind} processes grows by {slope.mib_per_minute:.2f} MiB a minute")
+    found += [f"the memory of {slope.kind} processes grows {how}" for slope in seen.slopes for how in slope.problems]
     if not seen.struck:
         found.append("no fault struck")
     if seen.minutes >= EVERY_KIND_MINUTES:
@@ -184,16 +183,21 @@ def summary(record: SoakRecord) -> str:
         f"faults: {_told(record.faults)}",
         *(f"  not carried out: {each}" for each in record.not_carried_out),
         f"autoscaler: {_told(record.scaled)}; processes watched: {_told(record.lives)}",
-        *(
-            f"memory of {each.kind}: {each.mib_per_minute:+.3f} MiB a minute over {each.num_lives} lives, "
-            f"up to {each.longest_s:.0f} s"
-            for each in record.slopes
-        ),
+        *map(_memory, record.slopes),
         "left over: " + ("; ".join(record.left_over) or "nothing"),
         *(f"PROBLEM: {each}" for each in record.problems),
         "passed" if record.passed else "FAILED",
     ]
     return "\n".join(lines)
+
+
+def _memory(slope: Slope) -> str:
+    by_time = "" if slope.mib_per_minute is None else f", {slope.mib_per_minute:+.3f} MiB a minute"
+    return (
+        f"memory of {slope.kind}: {slope.kib_per_request:+.2f} KiB a request ({slope.num_windows} windows of "
+        f"{slope.num_lives} lives){by_time}; at most {slope.most_grown_mib:+.1f} MiB in a life of up to "
+        f"{slope.longest_s:.0f} s after it has settled"
+    )
 
 
 def _told(numbers: dict[str, int] | dict[str, float]) -> str:

@@ -30,10 +30,17 @@ KV_EVENTS_VERSION, VERSION_HEADER = 1, b"x-kvbaton-kv-version"
 MAX_ANSWER_HASHES = 32768  # of one answer: half a MiB
 MAX_BATCH_HASHES = 8192  # larger changes become several batches, so that an answer can always hold one
 MAX_WAIT_S = 20.0
+MOST_KEPT_HASHES = 1 << 18  # of a log: about 20 MiB
 MAX_READERS = 64  # waiting or reading at once; more are refused
 SNAPSHOT_TIMEOUT_S = 60.0
 _PART_HASHES = 4096  # of a snapshot, in one write
 _MSGPACK = msgspec.msgpack.Encoder()
+
+
+def hashes_worth_keeping(num_blocks: int) -> int:
+    """Of a cache of so many blocks: who is further behind than it has been filled a few times is better off with a
+    snapshot, and what nobody will read should not fill memory for an hour."""
+    return min(MOST_KEPT_HASHES, max(4096, 8 * num_blocks))
 
 
 class KVEventsAnswer(msgspec.Struct, frozen=True):
@@ -58,7 +65,7 @@ class KVEventLog:
         block_size: int,
         take_snapshot: Callable[[], Awaitable[tuple[int, list[bytes]]]],
         clock: Clock,
-        max_hashes: int = 1 << 18,
+        max_hashes: int = MOST_KEPT_HASHES,
     ) -> None:
         self.incarnation = incarnation
         self.block_size = block_size

@@ -35,7 +35,7 @@ from kvbaton.transfer.server import HandoffServer, ServerStats
 from kvbaton.transfer.sharding import rank_pools_of
 from kvbaton.transfer.wire import Identity
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, Role, TokenOutput
-from kvbaton.workers.kv_events import KVEventLog
+from kvbaton.workers.kv_events import KVEventLog, hashes_worth_keeping
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
 from kvbaton.workers.traced import traced
 
@@ -189,7 +189,8 @@ class NativeWorker:
         tier = open_tier(options.tier, self.fingerprint, self.layout, computed_by)
         self.engine = Engine(self.loaded.model, self.loaded.pool, config, clock or MonotonicClock(), tier)
         self.kv_events = KVEventLog(
-            self.incarnation, self.layout.block_size, self._take_kv_snapshot, clock or MonotonicClock()
+            *(self.incarnation, self.layout.block_size, self._take_kv_snapshot, clock or MonotonicClock()),
+            hashes_worth_keeping(self.loaded.pool.num_blocks),
         )
         self.engine.on_block_events = self.kv_events.append
         self._bridge: _Bridge | None = None

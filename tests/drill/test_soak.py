@@ -16,7 +16,7 @@ from random import Random
 import msgspec
 import pytest
 
-from kvbaton.drill.resources import MIB, Held, Life, Watch, left_over, most_of, slopes, theil_sen
+from kvbaton.drill.resources import MIB, MOST_KIB_PER_REQUEST, Held, Life, Watch, left_over, most_of, slopes, theil_sen
 from kvbaton.drill.samples import Sample
 from kvbaton.drill.soak_load import Mixture, Sent, made_up, tide
 from kvbaton.drill.soak_verdict import RouterCount, Seen, latencies, problems_of, router_count
@@ -55,20 +55,67 @@ def test_the_tide_swings_around_the_rate() -> None:
 # -- what processes hold
 
 
-def test_memory_that_rises_is_found_and_memory_that_wavers_is_not() -> None:
+def lived(rng: Random, lasts_s: int, per_s: float, kib: float, *steps: tuple[int, float]) -> Life:
+    """A life that keeps ``kib`` of each request, and takes (when, MiB) at once."""
+    looks, served = [], 0.0
+    for at in range(0, lasts_s, 2):
+        served += 2 * per_s
+        taken = sum(mib for when, mib in steps if at >= when) * MIB
+        looks.append(Held(float(at), int(100 * MIB + rng.uniform(-0.1, 0.1) * MIB + taken + kib * 1024 * served), 5, 5,
+                          served))  # fmt: skip
+    return Life("d0", "decode", looks)
+
+
+def test_what_is_kept_of_each_request_is_found_in_short_lives_and_settling_is_not() -> None:
     rng = Random(0)
 
-    def life(mib_per_minute: float, lasts_s: int) -> Life:
-        looks = [Held(float(at), int((100 + rng.uniform(-9, 9) + mib_per_minute * at / 60) * MIB), 5, 5)
-                 for at in range(0, lasts_s, 2)]  # fmt: skip
-        return Life("d0", "decode", looks)
+    def lives(kib: float) -> list[Life]:
+        """None is older than seven minutes; each settles in steps that come when they come."""
+        return [
+            lived(
+                rng, rng.randrange(150, 420), 1.0, kib, *((rng.randrange(420), rng.uniform(0.5, 3)) for _ in range(4))
+            )
+            for _ in range(9)
+        ]
 
+    (settling,) = slopes(lives(0.0), 900.0)
+    assert settling.num_windows > 40 and settling.most_grown_mib > 1.0
+    assert abs(settling.kib_per_request) < 1.0 and settling.problems == []
+    (leaking,) = slopes(lives(10.0), 900.0)
+    assert leaking.kib_per_request == pytest.approx(10.0, abs=2.0) and leaking.mib_per_minute is None
+    (problem,) = leaking.problems
+    assert "KiB with every request" in problem
+    (long,) = slopes([lived(rng, 1500, 1.0, 0.0, (400, 8.0))], 1500.0)
+    assert long.problems == [] and long.mib_per_minute is not None and long.mib_per_minute < 0.1
+
+
+def test_what_is_kept_of_few_requests_is_found_by_time_or_at_once() -> None:
+    rng = Random(1)
+    every_minute = tuple((at, 1.5) for at in range(0, 1500, 60))
+    (lumps,) = slopes([lived(rng, 1500, 0.5, 0.0, *every_minute)], 1500.0)
+    assert lumps.mib_per_minute == pytest.approx(1.5, abs=0.2)
+    assert lumps.kib_per_request < MOST_KIB_PER_REQUEST or lumps.problems
+    assert any("MiB a minute" in each for each in lumps.problems)
+    (at_once,) = slopes([lived(rng, 400, 1.0, 0.0, (200, 60.0))], 400.0)
+    assert at_once.problems == ["by 60 MiB in one life"]
+
+
+def test_too_short_a_life_or_too_little_work_says_nothing() -> None:
+    rng = Random(2)
+    assert slopes([lived(rng, 80, 9.0, 50.0)], 900.0) == [], "it has not settled"
+    assert slopes([lived(rng, 600, 0.05, 0.0)], 900.0) == [], "it has hardly worked"
+    (little,) = slopes([lived(rng, 200, 1.0, 9.0)], 900.0)
+    assert 0 < little.num_windows < 8 and little.problems == []
     assert theil_sen([(float(x), 2.0 * x + 1.0) for x in range(9)] + [(9.0, 500.0)]) == pytest.approx(2.0)
-    (steady,) = slopes([life(0.0, 600), life(0.0, 900)], 900.0)
-    assert not steady.too_steep and steady.num_lives == 2 and abs(steady.mib_per_minute) < 0.5
-    (leaking,) = slopes([life(3.0, 600)], 900.0)
-    assert leaking.too_steep and leaking.mib_per_minute == pytest.approx(3.0, abs=0.5)
-    assert slopes([life(50.0, 120)], 900.0) == [], "too short a life says nothing"
+
+
+def test_processes_of_a_kind_share_what_was_answered() -> None:
+    watch, here = Watch(), ("a", "decode", os.getpid())
+    watch.look([here], 0.0, 5)
+    watch.look([here, ("b", "decode", os.getppid())], 2.0, 15)
+    watch.look([here, ("b", "decode", os.getppid())], 4.0, 7)  # counted anew
+    held = watch.look([here], 6.0, 10)
+    assert held["a"].num_requests == 5 + 3
 
 
 def test_what_is_held_at_rest_beyond_what_it_was_is_found() -> None:

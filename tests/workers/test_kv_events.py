@@ -19,7 +19,7 @@ from kvbaton.clock import MonotonicClock
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.blocks import HASH_BYTES, BlockEvents, block_hashes
-from kvbaton.workers.kv_events import KVEventLog, KVEventsAnswer, split_events
+from kvbaton.workers.kv_events import KVEventLog, KVEventsAnswer, hashes_worth_keeping, split_events
 from kvbaton.workers.native import NativeWorker
 from kvbaton.workers.process import make_worker
 from kvbaton.workers.server import ServerOptions, WorkerServer
@@ -65,6 +65,14 @@ def test_the_ring_is_bounded_and_says_what_it_lost() -> None:
     assert log.read(95).batches == tuple(stored(n) for n in range(95, 100)), "each batch counts one more than it names"
     log.append(stored(*range(50)))
     assert log.read(100).gap and log.next_sequence == 101, "larger than the ring: nothing is left, and it shows"
+
+
+def test_a_small_cache_keeps_no_history_that_fills_memory_for_an_hour() -> None:
+    assert [hashes_worth_keeping(each) for each in (10, 640, 10_000, 1 << 20)] == [4096, 5120, 80_000, 1 << 18]
+    log = make_log(hashes_worth_keeping(640))
+    for number in range(20_000):
+        log.append(stored(number))
+    assert log._num_hashes + len(log._batches) <= 5120 and not log.read(19_990).gap
 
 
 def test_an_answer_is_bounded_but_never_empty_while_there_is_more() -> None:
