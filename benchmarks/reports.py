@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -21,32 +22,58 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
+COOLDOWN_S = 5.0
 KVBATON = [sys.executable, "-m", "kvbaton.cli.main"]
 ARMS = ["--colocated", "2", "--prefill", "1", "--decode", "1"]
 # Prompts above 64 uncached tokens are handed over and others stay where they decode, in every run: a policy that
 # learns would be another one in each of them.
 COMMON = ["--up-flag=--threads=1", "--up-flag=--threshold-tokens=64", "--realtime", "--max-lag-ms", "20", "--quiet"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Chats at once, and a second later documents at once, every ``period_s``; lengths are (prompt, answer) tokens."""
+
+    period_s: float
+    chats: int
+    chat: tuple[int, int]
+    document: tuple[int, int]
+    prefill_share: float  # of the time that the documents keep one prefill worker busy
+
+    def write(self, path: Path, seconds: float) -> None:
+        """A trace for a worker as fast as one here is now; arrivals of a batch are spread over half a second."""
+        took_s = seconds_of_prefill(self.document[0])
+        documents = max(1, round(self.prefill_share * self.period_s / took_s))
+        print(f"{self.document[0]} tokens take {took_s:.2f} s: {documents} documents a batch", file=sys.stderr)
+        random_, rows = random.Random(0), []
+        for batch in range(math.ceil(seconds / self.period_s)):
+            begin_s = batch * self.period_s
+            rows += [(begin_s + random_.random() / 2, *self.chat) for _ in range(self.chats)]
+            rows += [(begin_s + 1 + random_.random() / 2, *self.document) for _ in range(documents)]
+        names = ("arrival_s", "prompt_tokens", "output_tokens")
+        path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in sorted(rows)))
+
+
 COMPARISONS: dict[str, dict[str, Any]] = {
-    # Chats with open streams, and one request in four a document of 1,000 tokens with a short answer (a label).
-    # A document holds a worker of the single pool in chunks that every open stream waits for, and more gaps than one in
-    # twenty are hit: documents come as often as keeps one prefill worker busy for "prefill_share" of the time at the
-    # speed that the machine has just then (it differs by more than two within minutes). Answers to documents are short
-    # so that the decode worker's own batch and contexts stay small: what is compared is what prefill does to streams.
-    # The gates are wide: the gaps decide. Arrivals are steadier than Poisson's, or the two runs of an arm differ by
-    # their luck.
+    # Every 16 s twelve chats open streams of 128 tokens, and a second later a batch of documents of 1,000 tokens
+    # arrives, each with a short answer (a label). In the single pool both workers then compute documents while the
+    # streams wait for every chunk; more gaps than one in twenty are hit, whatever the chunk. The batch is as large as
+    # keeps one prefill worker busy for "prefill_share" of the time at the speed that the machine has just then (it
+    # differs by more than two within minutes). Answers to documents are short, so that what is compared is what
+    # prefill does to streams. The gates are wide: the gaps decide. The same instants in every run, or luck decides.
     "long": {
         "expected": "split",
         "report": "long-prompts",
-        "prefill_share": (0.7, 1000, 4),
+        "batches": Batches(period_s=16.0, chats=12, chat=(32, 128), document=(1000, 8), prefill_share=0.65),
         "load": [
-            *("--title", "Long prompts into open streams: 2 colocated against 1 prefill + 1 decode"),
-            *("--arrivals", "gamma", "--cv", "0.5", "--classes", "32:64@3,1000:8@1"),
-            *("--ttft-slo", "25000", "--tpot-slo", "1000"),
+            *("--title", "Batches of documents into open streams: 2 colocated against 1 prefill + 1 decode"),
+            *("--arrivals", "trace", "--ttft-slo", "25000", "--tpot-slo", "1000"),
             *("--tune", "--chunk-tokens 512", "--tune", "--chunk-tokens 256"),
             *("--tune", "--chunk-tokens 128", "--tune", "--chunk-tokens 64"),
         ],
@@ -80,9 +107,18 @@ def compare(name: str, small: bool, profile: Path) -> int:
     wanted = COMPARISONS[name]
     out = Path("compare-small" if small else "docs/reports") / wanted["report"]
     command = [*KVBATON, "compare", *ARMS, *COMMON, *wanted["load"], "--out", str(out)]
-    command += ["--duration", str(wanted["small" if small else "duration"]), "--warmup", "4", "--cooldown", "5"]
-    if "prefill_share" in wanted:
-        command += ["--rate", f"{rate_of_long_prompts(*wanted['prefill_share']):.2f}"]
+    command += [
+        "--duration",
+        str(wanted["small" if small else "duration"]),
+        "--warmup",
+        "4",
+        "--cooldown",
+        str(COOLDOWN_S),
+    ]
+    if "batches" in wanted:
+        out.mkdir(parents=True, exist_ok=True)
+        wanted["batches"].write(out / "load.jsonl", wanted["duration"] + COOLDOWN_S)
+        command += ["--trace", str(out / "load.jsonl")]
     if profile.exists():
         command += ["--profile", str(profile)]
     if subprocess.run(command, check=False).returncode not in (0, 1):
@@ -114,8 +150,8 @@ def stop_fleet(fleet: subprocess.Popen[bytes]) -> None:
         fleet.wait()
 
 
-def rate_of_long_prompts(share: float, tokens: int, requests_each: int) -> float:
-    """Requests a second that keep a prefill worker busy ``share`` of the time, one in ``requests_each`` being long."""
+def seconds_of_prefill(tokens: int) -> float:
+    """How long a worker here takes for a prompt now, alone."""
     fleet, ready = start_fleet(["--colocated", "2"])
     try:
         took_s = []
@@ -127,9 +163,7 @@ def rate_of_long_prompts(share: float, tokens: int, requests_each: int) -> float
             took_s.append(time.monotonic() - begun_s)
     finally:
         stop_fleet(fleet)
-    rate_per_s = requests_each * share / statistics.median(took_s)
-    print(f"{tokens} tokens take {statistics.median(took_s):.2f} s: {rate_per_s:.2f} requests/s", file=sys.stderr)
-    return rate_per_s
+    return statistics.median(took_s)
 
 
 def profile_worker(path: Path) -> int:
