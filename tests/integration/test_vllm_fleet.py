@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 from integration.openai_conformance import PROMISES, Service
-from integration.vllm_fleet import MAX_CONTEXT, PYTHON, TEXTS, VllmFleet, running, text_of, until
+from integration.vllm_fleet import BLOCK, KV_BYTES, MAX_CONTEXT, PYTHON, TEXTS, VllmFleet, running, text_of, until
 from openai.types import Completion
 
 pytestmark = [
@@ -19,8 +19,6 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` installs vLLM"),
 ]
-BLOCK = 128  # tokens, of vLLM on a CPU
-KV_BYTES = 30 * 2 * 3 * 64 * 4  # of one token: layers, K and V, heads, dimension, float32
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ START_S = 1200  # not a bound on speed: only so that what is broken ends
 PEERS = Path(os.environ.get("KVBATON_PEERS") or Path.home() / ".cache" / "kvbaton" / "peers")
 PYTHON = PEERS / "vllm" / "bin" / "python"
 MAX_CONTEXT = 2048
+BLOCK = 128  # tokens, of vLLM on a CPU
+KV_BYTES = 30 * 2 * 3 * 64 * 4  # of one token: layers, K and V, heads, dimension, float32
 TEXTS = [
     f"{topic} has a long history, and people have told it in many ways. " * 20
     for topic in ("The river", "A small engine", "Every library", "The night train")

@@ -218,7 +218,8 @@ async def _serve(layout: KVLayout, num_blocks: int, port: int, transport: str = 
     pool = make_pool(layout, num_blocks)
     backend = FakePrefill(pool)
     nixl = NixlPool(pool, pool.incarnation) if transport == "nixl" else None
-    server = HandoffServer(make_identity(pool, nixl=nixl), pool, backend, HandoffOptions())
+    options = HandoffOptions(connect_s=60.0, frame_s=60.0, silence_s=120.0, stall_s=120.0)  # it may starve, not hang
+    server = HandoffServer(make_identity(pool, nixl=nixl), pool, backend, options)
     print(await server.start("127.0.0.1", port), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await server.stop()

@@ -88,13 +88,17 @@ class PrefillProcess:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(20)
+        self.process.wait(120)
         self.process.stdout.close()
+
+
+# Not bounds on speed: a process that the machine lets starve is not dead, and a peer that was killed is told at once.
+STARVED = {"connect_s": 60.0, "frame_s": 60.0, "silence_s": 120.0, "stall_s": 120.0}
 
 
 async def test_a_killed_prefill_process_fails_what_is_in_flight_and_its_successor_serves(transport):
     pool = make_pool(LAYOUT, 64, named=False)
-    client = HandoffClient(make_identity(pool), pool, HandoffOptions(transport=transport))
+    client = HandoffClient(make_identity(pool), pool, HandoffOptions(transport=transport, **STARVED))
     first = PrefillProcess(transport=transport)
     address = ("127.0.0.1", first.port)
     request = make_request("before", 100)
@@ -109,9 +113,8 @@ async def test_a_killed_prefill_process_fails_what_is_in_flight_and_its_successo
     first.kill()
     with pytest.raises(PeerUnreachable):
         await task
-    left = [name for name in os.listdir(SHM_DIR) if incarnation in name]
-    assert left, "kill -9 leaves the segment"
-    assert set(left) <= set(sweep_stale())
+    sweep_stale()  # kill -9 leaves its segment; whoever starts on this host meanwhile may have swept it before us
+    assert not [name for name in os.listdir(SHM_DIR) if incarnation in name]
     second = PrefillProcess(first.port, transport)
     request = make_request("after", 100)
     await pull_all(client.pull(address, request, 0, blocks))
