@@ -53,7 +53,7 @@ class Arm(msgspec.Struct, frozen=True):
 
     @property
     def describe(self) -> str:
-        return self.url or f"kvbaton up {shlex.join(self.up)}"
+        return self.url or f"kvbaton up {shlex.join(self.up)}".replace(str(Path.home()), "~")
 
 
 class Running(msgspec.Struct, frozen=True):
