@@ -154,6 +154,16 @@ def _trace_due(spec: LoadSpec, trace: Trace, random: Random) -> Sequence[float |
     return [time for time in times if time < spec.phases.total_s][: spec.num_requests]
 
 
+def offered_rate(spec: LoadSpec) -> float:
+    """Requests a second in the steady window: as asked, or as the trace has them."""
+    if spec.arrivals != "trace" or spec.trace is None or _is_sharegpt(Path(spec.trace)):
+        return spec.rate_per_s
+    random = Random(f"{spec.seed}:work")
+    due = _trace_due(spec, read_trace(spec.trace, rng=random), random)
+    steady = sum(time is not None and spec.phases.phase_at(time) == "steady" for time in due)
+    return round(steady / spec.steady_s, 3)
+
+
 def _is_sharegpt(path: Path) -> bool:
     if not path.is_file():
         return False

@@ -197,6 +197,7 @@ def _compare_spec(given: dict[str, Any]) -> CompareSpec:
     from kvbaton.bench.arms import Arm
     from kvbaton.bench.compare import CompareSpec
     from kvbaton.bench.cost import Fleet
+    from kvbaton.bench.workload import offered_rate
     from kvbaton.plan.profile_file import read_profile
 
     load, gates = load_spec("", given), gates_of(given)
@@ -225,6 +226,9 @@ def _compare_spec(given: dict[str, Any]) -> CompareSpec:
         more = tuple(float(rate) for rate in given["rates"].split(",") if rate)
     except ValueError as error:
         raise LocalError(str(error), field="rates", fix="give numbers separated by commas") from error
+    if more and load.arrivals == "trace":
+        raise LocalError("a trace has its own rate", field="rates", fix="leave it out, or use --arrivals poisson")
+    load = msgspec.structs.replace(load, rate_per_s=offered_rate(load))
     return CompareSpec(
         *arms,
         load,

@@ -108,6 +108,7 @@ def test_secrets_stay_out_of_the_file(good: str, tmp_path: Path) -> None:
         (("--header", "nocolon"), "header"),
         (("--goodput",), "ttft_slo"),
         (("--arrivals", "trace"), "trace"),
+        (("--classes", "32:64"), "classes"),
         (("--prefill-gpus", "1"), "gpus"),
         (("--prompt-format", "ids"), "prompt_format"),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from kvbaton.bench.arrivals import Phases, arrival_times, replay_times
 from kvbaton.bench.lengths import parse_classes, parse_lengths
 from kvbaton.bench.prompts import PromptBuilder
-from kvbaton.bench.workload import LoadSpec, RequestFactory, plan_work
+from kvbaton.bench.workload import LoadSpec, RequestFactory, offered_rate, plan_work
 from kvbaton.types import LocalError
 
 
@@ -195,3 +196,13 @@ def test_warm_up_prompts_share_nothing_with_the_run() -> None:
 def test_token_ids_need_completions() -> None:
     with pytest.raises(LocalError, match="completions"):
         RequestFactory(LoadSpec("http://x", prompt_format="ids"), PromptBuilder(WordCodec(), 0))
+
+
+def test_a_trace_offers_its_own_rate_in_the_steady_window(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"arrival_s": n / 4, "prompt_tokens": 5, "output_tokens": 2} for n in range(100)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = LoadSpec("http://x", arrivals="trace", trace=str(path), rate_per_s=1.0, steady_s=10.0, cooldown_s=5.0)
+    assert offered_rate(spec) == 4.0
+    assert offered_rate(msgspec.structs.replace(spec, trace_speed=2.0)) == 8.0
+    assert offered_rate(msgspec.structs.replace(spec, arrivals="poisson")) == 1.0
