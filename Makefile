@@ -13,7 +13,7 @@ TEST_PROCESSES ?= 2
 
 # Installing says only errors, and a line before each step that takes long.
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-input
-SOURCES := pyproject.toml $(wildcard setup.py kvbaton/engine/_native/* kvbaton/text/_native/*)
+SOURCES := pyproject.toml $(wildcard setup.py kvbaton/engine/_native/* kvbaton/text/_native/* kvbaton/kv/_native/*)
 # The requirements of one extra, so that adding it does not build the package again.
 EXTRA = $(VENV)/bin/python -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")'
 

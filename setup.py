@@ -1,4 +1,4 @@
-"""Builds the kernels of the engine and the memory of words, plain C libraries loaded with ctypes.
+"""Builds the kernels of the engine, the memory of words and the chains of hashes, plain C libraries loaded with ctypes.
 
 Everything else about the package is in pyproject.toml. Optional: without a C++ compiler the package installs all
 the same, runs the model with torch and reads words in Python. For development: ``python setup.py build_ext --inplace``.
@@ -36,12 +36,15 @@ setup(
             extra_link_args=["-pthread"],
             optional=True,
         ),
-        Extension(
-            "kvbaton.text._words",
-            sources=sorted(glob.glob("kvbaton/text/_native/*.cpp")),
-            language="c++",
-            extra_compile_args=["-std=c++17", "-O3", "-g0"],
-            optional=True,
+        *(
+            Extension(
+                f"kvbaton.{room}._{name}",
+                sources=[f"kvbaton/{room}/_native/{name}.cpp"],
+                language="c++",
+                extra_compile_args=["-std=c++17", "-O3", "-g0"],
+                optional=True,
+            )
+            for room, name in (("text", "words"), ("kv", "hashes"))
         ),
     ]
 )

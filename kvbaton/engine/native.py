@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.machinery
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvbaton.kv.layout import KVLayout
+from kvbaton.native_library import native_library
 from kvbaton.types import LocalError
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ class _Step(ctypes.Structure):
 @functools.cache
 def _library() -> ctypes.CDLL | str:
     """The loaded kernels, or why there are none."""
-    here = Path(__file__).parent
-    paths = [here / f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    path = next((p for p in paths if p.is_file()), None)
+    path = native_library(__file__, "_kernels")
     if path is None:
         return "the kernels were not built (no C++ compiler at installation?)"
     try:

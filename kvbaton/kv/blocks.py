@@ -28,6 +28,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from kvbaton.kv.native_hashes import chain_hashes
 from kvbaton.types import CapacityError, LocalError
 
 HASH_BYTES = 16  # 128 bits: a collision among 2**40 blocks has odds below 2**-48
@@ -67,6 +68,9 @@ def extend_hashes(parent: bytes, token_ids: Iterable[int], block_size: int) -> l
         tokens = array("I", token_ids)
     except (OverflowError, TypeError) as error:
         raise LocalError(f"not a token id: {error}", field="prompt") from error
+    native = chain_hashes(parent, tokens, block_size, HASH_BYTES)
+    if native is not None:
+        return native
     if sys.byteorder == "big":  # peers and routers compare hashes across machines
         tokens.byteswap()
     content = memoryview(tokens).cast("B")

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.machinery
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+
+from kvbaton.native_library import native_library
 
 SLICE_BYTES = 64 * 1024
 MAX_GAPS = 64  # unknown stretches of text that one call tells of
@@ -24,8 +24,7 @@ MAX_WORD_BYTES = 256
 
 @functools.cache
 def _library() -> ctypes.PyDLL | None:
-    here = Path(__file__).parent
-    path = next((p for s in importlib.machinery.EXTENSION_SUFFIXES if (p := here / f"_words{s}").is_file()), None)
+    path = native_library(__file__, "_words")
     if path is None:
         return None
     try:
