@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.engine.tokenizer import Tokenizer
-from kvbaton.types import GenerateRequest, SamplingParams
+from kvbaton.types import UNREADABLE, GenerateRequest, SamplingParams
 from kvbaton.workers.openai_body import (
     BULK_BYTES,
     Body,
@@ -282,7 +282,7 @@ def _internal(body: Body, from_router: bool) -> InternalRequest | None:
         raise bad_request("kvbaton is not accepted from clients; leave it out", "kvbaton")
     try:
         return _INTERNAL_DECODER.decode(body.kvbaton)
-    except msgspec.ValidationError as error:
+    except UNREADABLE as error:
         raise bad_request(f"kvbaton: {error}", "kvbaton") from None
 
 

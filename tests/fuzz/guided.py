@@ -1,9 +1,9 @@
 """One target under a coverage-guided fuzzer (atheris, which is libFuzzer for Python), in a process of its own.
 
 ``python -m tests.fuzz.guided NAME --inputs N --folder DIR``. What an input raises is kept once for each place it is
-raised at, and the next input follows. Each input has a deadline in this process (libFuzzer's, by an alarm) and memory
-has a bound: either ends it. Memory is looked at after a fifth of the inputs and at the end. Atheris ends the process
-itself, so the result is written when the last input has run.
+raised at, and the next input follows. An input that takes too long is a find too; one that never ends, and memory
+beyond a bound, end the process. Memory is looked at after a fifth of the inputs and at the end. Atheris ends the
+process itself, so the result is written when the last input has run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from random import Random
 import atheris
 import psutil
 
-DEADLINE_S = 20  # of one input
+DEADLINE_S = 20  # of one input, of this process's own time
+STUCK_S = 1200  # by the clock, which goes on while the process is stopped
 RSS_LIMIT_MIB = 2048
 MOST_FINDS = 50
 
@@ -52,7 +53,10 @@ def main() -> None:
     def one(data: bytes) -> None:
         nonlocal done, at_first
         done += 1
+        begun_s = time.process_time()
         find = try_one(run, data)
+        if find is None and time.process_time() - begun_s > DEADLINE_S:
+            find = Find("too slow", data, f"more than {DEADLINE_S} s of this process")
         if find is not None and find.where not in finds and len(finds) < MOST_FINDS:
             finds[find.where] = find
             (options.folder / f"crash-{len(finds)}").write_bytes(data)
@@ -74,7 +78,7 @@ def main() -> None:
         return bytes(atheris.Mutate(data, max_size))
 
     flags = [
-        f"-runs={options.inputs + 1}", f"-timeout={DEADLINE_S}", f"-rss_limit_mb={RSS_LIMIT_MIB}",
+        f"-runs={options.inputs + 1}", f"-timeout={STUCK_S}", f"-rss_limit_mb={RSS_LIMIT_MIB}",
         f"-seed={options.seed}", "-max_len=16384", f"-artifact_prefix={options.folder}/", "-verbosity=0",
         "-print_final_stats=0", str(corpus),
     ]  # fmt: skip

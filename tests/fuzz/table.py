@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from . import http_targets, model_targets, text_targets, wire_targets
+from . import http_targets, internal_targets, model_targets, text_targets, wire_targets
 from .target import Target
 
 
 def all_targets() -> tuple[Target, ...]:
-    return (*wire_targets.TARGETS, *http_targets.TARGETS, *model_targets.TARGETS, *text_targets.TARGETS)
+    ours = (wire_targets, http_targets, internal_targets, model_targets, text_targets)
+    return tuple(target for each in ours for target in each.TARGETS)

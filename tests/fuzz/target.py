@@ -18,7 +18,7 @@ import msgspec
 from .shapes import as_json, as_msgpack, changed, changed_bytes, changed_lines
 
 Run = Callable[[bytes], None]
-Form = Literal["bytes", "json", "msgpack", "jsonl", "lines"]
+Form = Literal["bytes", "json", "msgpack", "jsonl", "lines", "call"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Target:
         """Half of the time a well-formed document that is wrong somewhere, else bytes."""
         if self.form == "bytes" or rng.random() < 0.4:
             return changed_bytes(data, rng, self.words)
+        if self.form == "call":  # a line, and a document behind it
+            line, _, body = data.partition(b"\n")
+            if rng.random() < 0.2:
+                line = changed_bytes(line, rng, self.words)
+            return line + b"\n" + _changed_json(body, rng)
         if self.form in ("jsonl", "lines"):
             one = _changed_json if self.form == "jsonl" else self._changed_line
             return changed_lines(data, rng, one)

@@ -54,6 +54,9 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     # The client was asked for the rest of a body that had been refused already, behind the refusal.
     ("HTTP to the router", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\n"
      b"transfer-encoding: x\r\n\r\n{}"),
+    # The internal object with a name that is no UTF-8 was an error of the worker.
+    ("internal calls", b'POST /v1/completions\n{"prompt": [1], "kvbaton": {"request\xc8\xca_id": "r"}}'),
+    ("internal calls", b'POST /v1/completions\n{"prompt": [1], "kvbaton": {"x": ' + b"[" * 60_000 + b"}}"),
     # The mark of an error inside a line of another kind cut that line in two.
     ("SSE at the router", b':data: {"error": [\n\n:1 2\n\n'),
     ("SSE at the router", b':0 12\ndata: {"error":{"message":"m"}}\n\n'),
