@@ -7,7 +7,7 @@
     everything else                   an API key, or the fleet's key
 
 That holds where API keys are configured. Without them everybody is let in, and then the router listens on this host
-alone unless it is told otherwise.
+alone unless it is told otherwise, and takes nothing from pages of other sites (``own_pages_only``).
 
 Invariants: a tenant's salt is made from who it is, with the fleet's key, so that no salt a client may choose reaches
 another tenant's prefixes; refusals are alike whether a key is missing, wrong or malformed. Knows nothing about requests
@@ -28,6 +28,7 @@ from kvbaton.transfer.reach import is_loopback, require_secret
 from kvbaton.types import LocalError
 from kvbaton.workers.http import Exchange
 from kvbaton.workers.openai_errors import ApiError
+from kvbaton.workers.pages import refuse_strange_pages
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER
 
 log = logging.getLogger(__name__)
@@ -39,13 +40,18 @@ _MAX_HEADER_BYTES = 2 * MAX_KEY_CHARS
 class Door:
     """``keys`` None: everybody may come in, as nobody in particular."""
 
-    def __init__(self, keys: ApiKeys | None, fleet_key: bytes, open_metrics: bool = True) -> None:
+    def __init__(
+        self, keys: ApiKeys | None, fleet_key: bytes, open_metrics: bool = True, own_pages_only: bool = False
+    ) -> None:
         self._keys = keys
         self._fleet_key = fleet_key
+        self._own_pages_only = own_pages_only
         self._open = frozenset(("/health", "/ready", *(("/metrics",) if open_metrics else ())))
 
     def admit(self, exchange: Exchange) -> str:
         """The tenant; empty where there are none, and for the fleet's own processes. ApiError 401 or 403."""
+        if self._own_pages_only:
+            refuse_strange_pages(exchange.headers)
         path = exchange.path
         if self._keys is None or path in self._open or path.startswith("/internal/"):
             return ""

@@ -72,7 +72,8 @@ async def run_router(
     async with open_session(settings) as session, open_client(settings) as client:
         dispatcher = Dispatcher(registry, index, client, settings, key, metrics, clock)
         gateway = Gateway(registry, dispatcher, served, settings, key, metrics, clock)
-        gateway.door = Door(keys, key.encode(), settings.open_metrics)
+        anonymous = keys is None and not settings.allow_anonymous
+        gateway.door = Door(keys, key.encode(), settings.open_metrics, own_pages_only=anonymous)
         server = HttpServer(gateway, settings.head_timeout_s, half_closes=True)
         host, port = listener.getsockname()[:2]
         async with asyncio.TaskGroup() as group:

@@ -136,6 +136,7 @@ async def run_worker(
                 model_name=model.name or worker.model_id,
                 internal_key=key,
                 closed=is_closed(settings),
+                own_pages_only=settings.clients == "auto",
                 kv_host=settings.kv_host or urlsplit(settings.engine_url).hostname or "",
                 chunk_tokens=settings.chunk_tokens,
                 max_running=settings.max_running,

@@ -50,6 +50,7 @@ from kvbaton.workers.openai_request import (
     tokenize,
     with_internal,
 )
+from kvbaton.workers.pages import refuse_strange_pages
 from kvbaton.workers.protocol import (
     CONTROL_VERSION,
     INTERNAL_KEY_HEADER,
@@ -73,6 +74,7 @@ class ServerOptions:
     model_name: str = ""  # empty: the worker's own
     internal_key: str = ""
     closed: bool = False  # only who has that key may generate: the router is where clients are let in
+    own_pages_only: bool = False  # nothing is taken from pages of other sites
     kv_host: str = ""  # where peers find the hand-off server; empty: where they find this one
     chunk_tokens: int = 512  # of one engine step
     max_running: int = 64  # sequences in one batch
@@ -137,6 +139,8 @@ class WorkerServer:
         return answer
 
     async def _route(self, exchange: Exchange) -> None:
+        if self.options.own_pages_only:
+            refuse_strange_pages(exchange.headers)
         if self.options.closed and exchange.path.startswith("/v1/"):
             self._authorize(exchange)
         match exchange.path:
