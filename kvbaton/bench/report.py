@@ -80,11 +80,15 @@ def _list(rows: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(row)}</li>" for row in rows) + "</ul>"
 
 
+class _Tag(str):
+    """Made here, of text that is escaped already. What begins like a tag may be anybody's."""
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are escaped, but for those that are whole tags made here (they start with '<')."""
+    """Cells are escaped, but for tags of ours."""
 
     def cell(text: str) -> str:
-        return text if text.startswith("<") else escape(text)
+        return text if isinstance(text, _Tag) else escape(text)
 
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{cell(text)}</td>" for text in row) + "</tr>" for row in rows)
@@ -145,7 +149,7 @@ HEAD = ("metric", "A", "B", "B / A", "direction", "B reads")
 
 def _comparison_table(result: CompareResult) -> str:
     rows = [
-        [*row[:5], f'<b class="{row[5].replace(" ", "-")}">{escape(row[5])}</b>' if row[5] else ""]
+        [*row[:5], _Tag(f'<b class="{escape(row[5]).replace(" ", "-")}">{escape(row[5])}</b>') if row[5] else ""]
         for row in comparison_rows(result.rates[0])
     ]
     names = {style: arm["name"] for style, arm in result.arms.items()}

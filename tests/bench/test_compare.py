@@ -9,13 +9,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbaton.bench import verdict as judge
 from kvbaton.bench.arms import Arm, Difference, parity
 from kvbaton.bench.compare import CompareRuns, CompareSpec, compare
 from kvbaton.bench.cost import Fleet
-from kvbaton.bench.report import write_reports
+from kvbaton.bench.report import html_page, write_reports
 from kvbaton.bench.samples import RequestSample, file_sha256, read_run
 from kvbaton.bench.scripted import Script, ScriptedServer, even_script
 from kvbaton.bench.sse import ChunkKind
@@ -194,6 +195,19 @@ async def test_a_whole_comparison_of_two_addresses(tmp_path: Path) -> None:
     assert "<script" not in html and result.verdict.sentence in text
     assert json.loads(data)["verdict"]["decision"] == result.verdict.decision
     assert all(run.samples_sha256 in text for run in result.runs)
+
+
+async def test_what_an_endpoint_says_of_itself_is_no_part_of_the_page(tmp_path: Path) -> None:
+    """Of a name that begins like a tag, too: a report is opened by people, with what strangers wrote in it."""
+    found = await compared(tmp_path, 0.005)
+    tag = "<img src=x onerror=alert(1)>"
+    differences = parity(*arms(), {"models.data[0].id": tag, f"models.{tag}": "x"}, {"models.data[0].id": "m"})
+    told = {style: {**arm, "name": tag, "runs": tag} for style, arm in found.result.arms.items()}
+    result = msgspec.structs.replace(
+        found.result, differences=differences, arms=told, title=tag, config={tag: tag}, versions={tag: tag}
+    )
+    html = html_page(CompareRuns(result, found.raw))
+    assert "<img" not in html and html.count("&lt;img") > 10
 
 
 async def test_tuning_needs_a_fleet_that_can_be_started(tmp_path: Path) -> None:
