@@ -23,6 +23,11 @@ ADAPTER = Resources(cpu="2", memory="2Gi")
 KEY_NAMES: dict[EngineName, str] = {"vllm": "VLLM_API_KEY", "sglang": "SGLANG_API_KEY"}
 _KV_ROLES: dict[PoolName, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "colocated": "kv_both"}
 _START_S, _PERIOD_S = 1800, 5  # compiling a large model takes many minutes
+# It takes its key as an argument only, and whoever sees a list of processes reads arguments: it is added inside.
+_SGLANG = (
+    f"import os, runpy, sys; sys.argv += ['--api-key', os.environ['{KEY_NAMES['sglang']}']]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__')"
+)
 
 
 def model_name(spec: DeploySpec) -> str:
@@ -98,7 +103,7 @@ def _vllm(spec: DeploySpec, name: PoolName, num_gpus: int) -> tuple[list[str], l
 def _sglang(spec: DeploySpec, name: PoolName, num_gpus: int) -> tuple[list[str], list[str]]:
     arguments = [
         *("--model-path", f"/models/{spec.model}", "--served-model-name", model_name(spec), "--dtype", spec.dtype),
-        *("--host", "0.0.0.0", "--port", str(ENGINE_PORT), "--api-key", f"$({KEY_NAMES['sglang']})"),
+        *("--host", "0.0.0.0", "--port", str(ENGINE_PORT)),
         "--enable-metrics",  # the worker judges its load by them
     ]
     if name != "colocated":
@@ -107,7 +112,7 @@ def _sglang(spec: DeploySpec, name: PoolName, num_gpus: int) -> tuple[list[str],
         arguments += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]
     if num_gpus > 1:
         arguments += ["--tp-size", str(num_gpus)]
-    return ["python3", "-m", "sglang.launch_server"], arguments
+    return ["python3", "-c", _SGLANG], arguments
 
 
 def _environment(spec: DeploySpec) -> list[dict[str, Any]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +108,31 @@ def test_sglang_is_started_for_the_role_of_its_pool() -> None:
         given = flags(pod["initContainers"][0]["args"])
         assert given["--disaggregation-mode"] == pool and "--enable-metrics" in given
         assert ("--disaggregation-bootstrap-port" in given) == (pool == "prefill")
-        assert given["--api-key"] == "$(SGLANG_API_KEY)", "Kubernetes puts the secret in; the manifest has none"
+        assert "--api-key" not in given and "SGLANG_API_KEY" not in str(pod["initContainers"][0]["args"])
     spec = msgspec.structs.replace(SPECS["sglang"], prefill=None, decode=None, colocated=SPECS["colocated"].colocated)
     pod = by_kind(spec, "Deployment")["kvbaton-colocated"]["spec"]["template"]["spec"]
     assert "--disaggregation-mode" not in flags(pod["initContainers"][0]["args"])
+
+
+def test_the_key_of_sglang_is_on_no_command_line(tmp_path: Path) -> None:
+    """The command as it is written, and a server that tells its arguments and what others see of them."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    (tmp_path / "sglang" / "launch_server.py").write_text(
+        "import json, pathlib, sys\n"
+        "if __name__ == '__main__':\n"
+        "    seen = pathlib.Path('/proc/self/cmdline').read_text()\n"
+        "    print(json.dumps([sys.argv[1:], seen]))\n"
+    )
+    server = pods("sglang")["prefill"]["initContainers"][0]
+    key = next(each for each in server["env"] if each["name"] == "SGLANG_API_KEY")
+    assert "secretKeyRef" in key["valueFrom"]
+    done = subprocess.run(
+        [sys.executable, *server["command"][1:], *server["args"]], capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": str(tmp_path), "SGLANG_API_KEY": "in confidence"},
+    )  # fmt: skip
+    arguments, seen = json.loads(done.stdout)
+    assert arguments == [*server["args"], "--api-key", "in confidence"] and "in confidence" not in seen
 
 
 def test_the_pools_of_a_pair_reach_each_other_at_every_port_and_nobody_else_does() -> None:
