@@ -2,7 +2,8 @@
 
 A finding without a row in the page's table fails, and so does a row without a finding: what is explained is what is
 there. Advisories come from a service: where it cannot be reached, that is said, with the number of packages of which
-nothing is known, and only ``--strict`` fails for it. Knows nothing about what a finding means.
+nothing is known, and only ``--strict`` fails for it. A checkout of the Python advisory database (``--advisories``)
+tells what it knows, and from which day that is. Knows nothing about what a finding means.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
+
+from benchmarks.advisories import advisories_for, normalized
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "security.md"
@@ -64,7 +68,9 @@ def run_pip_audit() -> tuple[list[str], int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strict", action="store_true", help="fail where advisories cannot be read")
-    strict = parser.parse_args().strict
+    parser.add_argument("--advisories", type=Path, metavar="DIR", help="a checkout of pypa/advisory-database")
+    options = parser.parse_args()
+    strict = options.strict
     findings = run_bandit()
     new, idle = unexplained(findings, explained(PAGE.read_text()))
     print(f"bandit: {len(findings)} kinds of finding by file, {len(new)} not explained in docs/security.md")
@@ -77,6 +83,11 @@ def main() -> int:
         print(f"pip-audit: {num_known} packages looked up, {len(advisories)} advisories, {num_unknown} not to be found")
     else:
         print(f"pip-audit: NOT DONE: no advisory could be read; nothing is known of {num_unknown or 'the'} packages")
+    if options.advisories is not None:
+        installed = {normalized(each.metadata["Name"]): each.version for each in distributions()}
+        kept, newest = advisories_for(installed, options.advisories)
+        print(f"advisory database up to {newest}: {len(installed)} packages looked up, {len(kept)} advisories")
+        advisories += kept
     for each in advisories:
         print(f"  {each}")
     return 1 if new or idle or advisories or (strict and not num_known) else 0
