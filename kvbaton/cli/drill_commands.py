@@ -120,11 +120,17 @@ def show(scenarios: list[Scenario], as_json: bool) -> None:
 
 
 async def _drill(given: dict[str, Any], scenarios: list[Scenario], settings: Settings) -> DrillRecord:
+    from kvbaton.drill.report import write_reports
     from kvbaton.drill.run import drill
 
     async with AsyncExitStack() as stack:
         target = await _target(given, stack)
-        return await drill(target, scenarios, settings, lambda line: click.echo(line, err=True))
+
+        def keep(record: DrillRecord) -> None:
+            if given["report"] is not None:
+                write_reports(record, given["report"])
+
+        return await drill(target, scenarios, settings, lambda line: click.echo(line, err=True), keep)
 
 
 async def _target(given: dict[str, Any], stack: AsyncExitStack) -> Target:

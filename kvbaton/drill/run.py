@@ -68,7 +68,14 @@ class DrillRecord(msgspec.Struct, frozen=True):
         return bool(done) and all(result.passed for result in done) and not self.stopped and not self.doubtful
 
 
-async def drill(target: Target, scenarios: Sequence[Scenario], settings: Settings, tell: Tell) -> DrillRecord:
+async def drill(
+    target: Target,
+    scenarios: Sequence[Scenario],
+    settings: Settings,
+    tell: Tell,
+    keep: Callable[[DrillRecord], None] = lambda record: None,
+) -> DrillRecord:
+    """``keep`` gets what there is after each rehearsal, as the record of a drill that was cut there."""
     first = await whole_at_first(target)
     roles = Counter(member.role for member in (first.members or {}).values())
     lacking = _lacking(target, roles)
@@ -79,6 +86,12 @@ async def drill(target: Target, scenarios: Sequence[Scenario], settings: Setting
     prompts[-2] = msgspec.structs.replace(max(prompts, key=lambda prompt: len(prompt.text)), max_tokens=16)
     results: list[Result] = []
     stopped = ""
+    numbers = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+
+    def record(why: str) -> DrillRecord:
+        known = dict(sorted(roles.items()))
+        return DrillRecord(numbers, known, target.transport, [*results], doubtful, why, machine_of_the_drill())
+
     async with Traffic(target.url, prompts, Stage.now_s, settings.deadline_s * settings.patience) as traffic:
         doubtful = await traffic.learn()
         if target.control_path is not None:
@@ -93,6 +106,7 @@ async def drill(target: Target, scenarios: Sequence[Scenario], settings: Setting
                 stage = Stage(target, traffic, random.Random(seed), roles, settings.patience)
                 results.append(await rehearse(stage, scenario, run, seed, settings))
                 tell(_line(results[-1], settings.num_runs))
+                keep(record("the drill was cut before its end"))
                 if not stage.is_whole(await stage.look()):
                     stopped = f"after {scenario.name} in run {run} the fleet did not become whole again"
                     break
@@ -100,10 +114,7 @@ async def drill(target: Target, scenarios: Sequence[Scenario], settings: Setting
             if target.control_path is not None:
                 with suppress(KvbatonError):
                     await target.command(Command("rehearse", on=False))
-    numbers = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-    return DrillRecord(
-        numbers, dict(sorted(roles.items())), target.transport, results, doubtful, stopped, machine_of_the_drill()
-    )
+    return record(stopped)
 
 
 def machine_of_the_drill() -> dict[str, str]:

@@ -19,7 +19,7 @@ from kvbaton.cli.drill_commands import up_flags
 from kvbaton.cli.main import main
 from kvbaton.drill import fleet
 from kvbaton.drill.report import summary_text, write_reports
-from kvbaton.drill.run import Settings, _schedule, drill
+from kvbaton.drill.run import DrillRecord, Settings, _schedule, drill
 from kvbaton.drill.scenarios import BY_NAME, SCENARIOS, Scenario
 from kvbaton.drill.stage import Stage
 from kvbaton.drill.tiny_model import write_tiny_model
@@ -64,12 +64,14 @@ async def test_a_drill_passes_what_is_right_and_nothing_else(tmp_path: Path, run
     logs.mkdir()
     scenarios = [BY_NAME[name] for name in ("decode-killed-streaming", "kv-corrupted", "role-switched")]
     told: list[str] = []
+    kept: list[DrillRecord] = []
+    settings = Settings(seed=3, rate_per_s=1.0, deadline_s=600.0)
     async with fleet.started(up_flags(OWN, tmp_path), logs) as target:
-        record = await drill(
-            target, [*scenarios, NEVER, TAMPERED], Settings(seed=3, rate_per_s=1.0, deadline_s=600.0), told.append
-        )
+        record = await drill(target, [*scenarios, NEVER, TAMPERED], settings, told.append, kept.append)
         pids = [process.pid for process in (await target.command(control.Command("status"))).processes]
     assert record.doubtful == [] and record.stopped == "" and not record.passed
+    assert [len(each.results) for each in kept] == [1, 2, 3, 4, 5]
+    assert not any(each.passed for each in kept) and "cut" in kept[0].stopped, "what was cut has not passed"
     by_name = {result.name: result for result in record.results}
     assert set(by_name) == {scenario.name for scenario in (*scenarios, NEVER, TAMPERED)} and len(told) == 5
     for scenario in scenarios:
