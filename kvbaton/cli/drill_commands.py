@@ -38,6 +38,7 @@ TINY = "tiny"
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Fleet file of the router at URL: its workers run on this machine and are killed by signals.",
 )
+@click.option("--api-key", envvar="OPENAI_API_KEY", help="What the router knows its clients by; never written down.")
 @click.option("--pid", type=int, help="Process id of `kvbaton up`, when several fleets run here.")
 @click.option("--kubernetes", metavar="NAMESPACE", help="The workers are pods there; they are killed by deleting them.")
 @click.option("--router-selector", help="Label selector of the router's pods.  [default: those of `kvbaton deploy`]")
@@ -125,6 +126,7 @@ async def _drill(given: dict[str, Any], scenarios: list[Scenario], settings: Set
 
     async with AsyncExitStack() as stack:
         target = await _target(given, stack)
+        target.api_key = given["api_key"] or ""
 
         def keep(record: DrillRecord) -> None:
             if given["report"] is not None:

@@ -35,6 +35,9 @@ from kvbaton.cli.drill_commands import TINY
 @click.option("--transport", type=click.Choice(["auto", "shm", "tcp", "nixl"]), default="tcp", show_default=True)
 @click.option("--up-flag", multiple=True, help="More flags for the fleet, as in --up-flag=--threads=1.")
 @click.option(
+    "--api-key", envvar="OPENAI_API_KEY", help="For a fleet with `--up-flag=--api-keys=FILE`; never written down."
+)
+@click.option(
     "--load",
     type=click.FloatRange(0, min_open=True),
     default=0.8,
@@ -109,6 +112,7 @@ async def _soak(given: dict[str, Any], settings: Any) -> Any:
         logs.mkdir(parents=True, exist_ok=True)
         model_dir = _model(given["model"], work)
         target = await stack.enter_async_context(fleet.started(_flags(given, model_dir), logs))
+        target.api_key = given["api_key"] or ""
         return await soak(target, traces, model_dir, settings, lambda line: click.echo(line, err=True))
 
 

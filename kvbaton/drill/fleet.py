@@ -48,11 +48,17 @@ class Target:
     transport: str = "auto"
     engine: str = "embedded"
     join_s: float = 180.0  # as the fleet says
+    api_key: str = ""  # where the router asks its clients for one
 
     @property
     def own_wire(self) -> bool:
         """KV goes by our own hand-off, and not by a way of the engine's where nothing can be put between."""
         return self.engine == "embedded"
+
+    @property
+    def client_headers(self) -> dict[str, str]:
+        """What its clients are known by."""
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     @property
     def _headers(self) -> dict[str, str]:
@@ -113,7 +119,7 @@ class Target:
 
     async def max_context(self) -> int:
         try:
-            _, answer = await _get(self.url + "/v1/models", {}, LOOK_S)
+            _, answer = await _get(self.url + "/v1/models", self.client_headers, LOOK_S)
             return int(msgspec.json.decode(answer)["data"][0]["max_model_len"])
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, IndexError) as error:
             raise RemoteError(f"{self.url} lists no model: {error or type(error).__name__}", field="url") from None

@@ -92,7 +92,8 @@ async def drill(
         known = dict(sorted(roles.items()))
         return DrillRecord(numbers, known, target.transport, [*results], doubtful, why, machine_of_the_drill())
 
-    async with Traffic(target.url, prompts, Stage.now_s, settings.deadline_s * settings.patience) as traffic:
+    deadline_s = settings.deadline_s * settings.patience
+    async with Traffic(target.url, prompts, Stage.now_s, deadline_s, target.client_headers) as traffic:
         doubtful = await traffic.learn()
         if target.control_path is not None:
             await target.command(Command("rehearse", on=True))

@@ -295,9 +295,10 @@ async def soak(target: Target, traces: Sequence[Trace], model_dir: Path, setting
     roles = Counter(member.role for member in (first.members or {}).values())
     prompts = make_prompts(settings.seed, NUM_CANARIES, min(1600, context), min(40, settings.longest_output_tokens))
     async with AsyncExitStack() as stack:
-        traffic = await stack.enter_async_context(Traffic(target.url, prompts, Stage.now_s, settings.deadline_s))
+        told = (settings.deadline_s, target.client_headers)
+        traffic = await stack.enter_async_context(Traffic(target.url, prompts, Stage.now_s, *told))
         load = await stack.enter_async_context(
-            TraceLoad(target.url, mixture, builders(tokenizer, settings.seed), settings.deadline_s)
+            TraceLoad(target.url, mixture, builders(tokenizer, settings.seed), *told)
         )
         run.sent = load.sent
         stage = Stage(target, traffic, random.Random(f"{settings.seed}-stage"), roles)

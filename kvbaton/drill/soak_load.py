@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, pi, sin
 from random import Random
 from string import ascii_lowercase
@@ -142,17 +142,21 @@ def tide(rate_per_s: float, at_s: float, swing: float, period_s: float) -> float
 class TraceLoad:
     """Sends a mixture to ``url``."""
 
-    def __init__(self, url: str, mixture: Mixture, builders: tuple[Builder, Builder | None], deadline_s: float) -> None:
+    def __init__(self, url: str, mixture: Mixture, builders: tuple[Builder, Builder | None], deadline_s: float,
+                 headers: Mapping[str, str] | None = None) -> None:  # fmt: skip
         """``builders``: for completions, and for chat where the model has a template."""
         self.sent: list[Sent] = []
         self.num_started = 0
         self._url, self._mixture, self._builders, self._deadline_s = url, mixture, builders, deadline_s
+        self._headers = headers
         self._session: aiohttp.ClientSession | None = None
         self._open: set[asyncio.Task[Sent]] = set()
 
     async def __aenter__(self) -> TraceLoad:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._session = aiohttp.ClientSession(
+            connector=connector, headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -48,12 +48,20 @@ def make_prompts(seed: int, num_prompts: int, longest_chars: int, max_tokens: in
 class Traffic:
     """Requests to ``url``. ``now_s`` is the drill's clock."""
 
-    def __init__(self, url: str, prompts: list[Prompt], now_s: Callable[[], float], deadline_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        prompts: list[Prompt],
+        now_s: Callable[[], float],
+        deadline_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.prompts = prompts
         self.samples: list[Sample] = []
         self._url = url
         self._now_s = now_s
         self._deadline_s = deadline_s
+        self._headers = headers
         self._session: aiohttp.ClientSession | None = None
         self._open: dict[asyncio.Task[Sample], float] = {}  # to when it was sent
         self._flow: asyncio.Task[None] | None = None
@@ -63,7 +71,9 @@ class Traffic:
     async def __aenter__(self) -> Traffic:
         # No connection is used twice: one that its router's death left half open must not fail a later request.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._session = aiohttp.ClientSession(
+            connector=connector, headers=self._headers, timeout=aiohttp.ClientTimeout(total=None)
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

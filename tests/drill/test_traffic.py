@@ -8,12 +8,18 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
+from router.fleet import KEY, running_fleet
 
+from kvbaton.drill.fleet import of_router
 from kvbaton.drill.samples import Sample
 from kvbaton.drill.traffic import Prompt, Traffic, make_prompts
+from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.router.api_keys import ApiKeys, parse
+from kvbaton.router.door import Door
 from kvbaton.types import RemoteError
 
 ANSWER = "one two three four"
@@ -170,3 +176,22 @@ def test_prompts_are_those_of_their_seed() -> None:
     assert one == same and one != other
     assert max(len(prompt.text) for prompt in one) <= 600 < 3 * min(len(prompt.text) for prompt in one) * 10
     assert all(8 <= prompt.max_tokens <= 32 for prompt in one)
+
+
+async def test_a_router_that_asks_for_keys_is_drilled_with_one(tiny_model_dir: Path) -> None:
+    """What it tells of its model, the recorded answers and the traffic all need it."""
+    key = "alice-key-0123456789"
+    async with running_fleet(Tokenizer.load(tiny_model_dir), {"b0": "both"}) as served:
+        served.gateway.door = Door(ApiKeys(parse(f"alice {key}\n", "a file")), KEY.encode())
+        target = of_router(served.url, None, served.urls, KEY)
+        with pytest.raises(RemoteError, match="lists no model"):
+            await target.max_context()
+        target.api_key = key
+        prompts = [Prompt("a b c", 4)]
+        async with Traffic(served.url, prompts, time.monotonic, 60.0) as traffic:
+            with pytest.raises(RemoteError, match="401"):
+                await traffic.learn()
+        assert await target.max_context() > 0 and await target.page() is not None
+        async with Traffic(served.url, prompts, time.monotonic, 60.0, target.client_headers) as traffic:
+            assert await traffic.learn() == []
+            assert (await traffic.send("canary", 0, stream=True)).outcome == "right"
