@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import secrets
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +26,7 @@ MAX_WORD_BYTES = 256
 @functools.cache
 def _library() -> ctypes.PyDLL | None:
     path = native_library(__file__, "_words")
-    if path is None:
+    if path is None or sys.byteorder != "little":
         return None
     try:
         library = ctypes.PyDLL(str(path))

@@ -84,7 +84,23 @@ struct Memory {
     }
 };
 
-inline uint64_t step(uint64_t hash, char byte) { return (hash ^ static_cast<uint8_t>(byte)) * 0x100000001b3u; }
+// Where the word at ``start`` ends, and its hash: eight bytes at a time, of little-endian machines.
+inline int64_t end_of_word(const char* text, int64_t start, int64_t length, uint64_t& hash) {
+    constexpr uint64_t ones = 0x0101010101010101u, spaces = ones * ' ';
+    for (int64_t at = start;; at += 8) {
+        uint64_t part = spaces;
+        std::memcpy(&part, text + at, length - at >= 8 ? 8 : length - at);
+        const uint64_t other = part ^ spaces, zero = (other - ones) & ~other & (ones << 7);  // where a space is
+        const int size = zero ? __builtin_ctzll(zero) / 8 : 8;  // the lowest is right, whatever those above it say
+        if (size < 8) part &= (uint64_t{1} << (8 * size)) - 1;
+        hash = (hash ^ part) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 29;
+        if (size < 8) {
+            hash = mixed(hash);
+            return at + size;
+        }
+    }
+}
 
 // Whether what follows may belong to the same piece: ASCII that Python calls space, and any of the rest, to be safe.
 inline bool may_be_space(char byte) {
@@ -105,9 +121,7 @@ void kvb_words_destroy(void* memory) { delete static_cast<Memory*>(memory); }
 void kvb_words_learn(void* memory, const char* word, int64_t length, const int32_t* ids, int64_t num_ids) {
     auto& words = *static_cast<Memory*>(memory);
     uint64_t hash = words.seed;
-    for (int64_t i = 0; i < length; ++i) hash = step(hash, word[i]);
-    hash = mixed(hash);
-    if (length && !words.young.find(hash, word, length)) words.keep(hash, word, length, ids, num_ids);
+    if (length && num_ids && end_of_word(word, 0, length, hash) == length && !words.young.find(hash, word, length)) words.keep(hash, word, length, ids, num_ids);
 }
 
 // Ids of the known words of text[at:], into ``ids``, and where unknown text is: (start, end, ids before it) of each gap.
@@ -122,12 +136,9 @@ int64_t kvb_words_encode(void* memory, const char* text, int64_t at, int64_t len
     while (at < length) {
         if (gap < 0 && at >= enough) break;
         const int64_t start = first ? at : at + 1;
-        int64_t end = start;
         uint64_t hash = words.seed;
-        for (; end < length && text[end] != ' '; ++end) hash = step(hash, text[end]);
-        const int64_t size = end - start;
+        const int64_t end = end_of_word(text, start, length, hash), size = end - start;
         if (!first && !joined && size) {
-            hash = mixed(hash);
             const Generation* from = &words.young;
             const Slot* slot = from->find(hash, text + start, size);
             if (!slot && (slot = (from = &words.old)->find(hash, text + start, size))) {
@@ -141,7 +152,9 @@ int64_t kvb_words_encode(void* memory, const char* text, int64_t at, int64_t len
                     gaps[3 * num_gaps] = gap, gaps[3 * num_gaps + 1] = at, gaps[3 * num_gaps + 2] = num_ids;
                     ++num_gaps, gap = -1;
                 }
-                std::memcpy(ids + num_ids, from->ids(*slot), slot->num_ids * sizeof(int32_t));
+                const int32_t* known = from->ids(*slot);
+                ids[num_ids] = known[0];  // nearly always the only one
+                for (int i = 1; i < slot->num_ids; ++i) ids[num_ids + i] = known[i];
                 num_ids += slot->num_ids;
                 at = end;
                 continue;
