@@ -18,9 +18,10 @@ import pytest
 from kvbaton.cli.drill_commands import up_flags
 from kvbaton.cli.main import main
 from kvbaton.drill import fleet
+from kvbaton.drill.killer import LocalProcesses
 from kvbaton.drill.report import summary_text, write_reports
-from kvbaton.drill.run import DrillRecord, Settings, _schedule, drill
-from kvbaton.drill.scenarios import BY_NAME, SCENARIOS, Scenario
+from kvbaton.drill.run import DrillRecord, Settings, _lacking, _schedule, drill
+from kvbaton.drill.scenarios import BY_NAME, NEEDS, SCENARIOS, Scenario
 from kvbaton.drill.stage import Stage
 from kvbaton.drill.tiny_model import write_tiny_model
 from kvbaton.drill.verdict import Promise
@@ -229,3 +230,15 @@ async def test_a_frozen_process_is_thawed_whatever_becomes_of_the_scenario() -> 
     await stage.freeze("decode-0")
     await stage.put_right()
     assert thawed == ["decode-0"] and [mark.what for mark in stage.marks] == ["froze decode-0", "thawed decode-0"]
+
+
+async def _no_process(name: str) -> int | None:
+    return None
+
+
+@pytest.mark.parametrize(("engine", "skipped"), [("embedded", []), ("vllm", ["kv-corrupted"])])
+def test_of_another_engines_kv_only_what_can_be_reached_is_broken(engine: str, skipped: list[str]) -> None:
+    target = fleet.Target("http://router", LocalProcesses(_no_process), Path("control"), engine=engine)
+    lacking = _lacking(target, Counter({"prefill": 1, "decode": 1}))
+    assert [scenario.name for scenario in SCENARIOS if scenario.needs & lacking] == skipped
+    assert all("own way" in NEEDS[need] for need in lacking)

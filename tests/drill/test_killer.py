@@ -59,6 +59,34 @@ async def test_signals_freeze_thaw_and_kill_the_process_of_that_name() -> None:
             await killer.kill("decode-1")
 
 
+async def test_what_a_worker_started_is_frozen_and_thawed_with_it() -> None:
+    """The ranks of a worker, or the server of another engine: else that would serve on."""
+    script = (
+        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'],"
+        " stdin=subprocess.PIPE); print(child.pid, flush=True); sys.stdin.read()"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, "kvbaton", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        child = int(await process.stdout.readline())
+
+        async def pid_of(name: str) -> int | None:
+            return process.pid
+
+        killer = LocalProcesses(pid_of)
+        assert "1 of its own" in await killer.freeze("prefill-0")
+        await status_becomes(process.pid, "stopped")
+        await status_becomes(child, "stopped")
+        await killer.thaw("prefill-0")
+        await status_becomes(process.pid, "sleeping", "running")
+        await status_becomes(child, "sleeping", "running")
+    finally:
+        process.kill()
+        await process.wait()
+
+
 async def test_a_process_that_is_something_else_is_left_alone() -> None:
     """Process ids are used again; a late signal must not hit a stranger."""
     async with sleeper("stranger") as process:

@@ -36,6 +36,15 @@ def result(promise: Promise | None = None, **changes: Any) -> Result:
     return judge("some", 0, "0-0-some", promise or Promise("nobody notices"), story(**changes))
 
 
+def test_patience_is_for_service_to_come_back_and_for_nothing_else() -> None:
+    late = story(samples=[canary(100.2), canary(101.2, "error", code="x"), canary(111.4)])
+    promise = Promise("back in five seconds", ("x",), recover_s=5.0)
+    assert not judge("some", 0, "0-0-some", promise, late).passed
+    assert judge("some", 0, "0-0-some", promise, late, patience=3.0).passed
+    wrong = story(samples=[canary(100.2), canary(101.2, "wrong")])
+    assert not judge("some", 0, "0-0-some", promise, wrong, patience=100.0).passed
+
+
 def test_a_good_story_passes_with_its_numbers() -> None:
     found = result()
     assert found.passed and found.reasons == []
