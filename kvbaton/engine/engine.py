@@ -449,7 +449,15 @@ class Engine:
     def _sample(self, plan: StepPlan, logits: np.ndarray) -> dict[str, TokenOutput]:
         sampling = [item.seq.request_id for item in plan.items if item.samples]
         assert logits.shape[0] == len(sampling), "one row of logits for each sequence that samples"
-        return {request_id: self._active[request_id].sampler.sample(logits[i]) for i, request_id in enumerate(sampling)}
+        return {request_id: self._sample_one(request_id, logits[i]) for i, request_id in enumerate(sampling)}
+
+    def _sample_one(self, request_id: str, logits_row: np.ndarray) -> TokenOutput:
+        """What one request asked for may end it, and nobody else in its batch."""
+        try:
+            return self._active[request_id].sampler.sample(logits_row)
+        except Exception:
+            log.exception("sampling failed")
+            return TokenOutput(0, None, "error")
 
     def _emit(self, request_id: str, output: TokenOutput) -> None:
         active = self._active[request_id]

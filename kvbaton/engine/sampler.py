@@ -27,6 +27,8 @@ from kvbaton.types import FinishReason, LocalError, SamplingParams, TokenLogprob
 BLOCK = 256
 # A model's nucleus is nearly always within its best thousand tokens: sort those first, all only if they do not suffice.
 HEAD = 1024
+# Less is zero as a float32, or makes infinities of logits, and nothing can be drawn of what is no number.
+LEAST_TEMPERATURE, LEAST_PENALTY = 1e-30, 1e-6
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -128,7 +130,7 @@ class SequenceSampler:
             new = [token_id for token_id in self._output_counts if token_id not in self._prompt_ids]
             seen = np.concatenate([self._prompt_array, np.array(new, dtype=np.int64)])
             seen = seen[seen < size]
-            penalty = np.float32(self._params.repetition_penalty)
+            penalty = np.float32(max(self._params.repetition_penalty, LEAST_PENALTY))
             row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
         if self._counts_matter and self._output_counts:
             num_distinct = len(self._output_counts)
@@ -141,7 +143,7 @@ class SequenceSampler:
     def _pick(self, row: np.ndarray, best: float, draw: float) -> int:
         """Invert the cumulative distribution of the candidates, in id order, at ``draw``."""
         with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
-            scaled = (row - best) / np.float32(self._params.temperature)
+            scaled = (row - best) / np.float32(max(self._params.temperature, LEAST_TEMPERATURE))
         threshold = -math.inf
         if self._params.min_p > 0.0:
             threshold = math.log(self._params.min_p)  # the best is at 0, so this is its share

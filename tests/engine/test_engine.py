@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvbaton.clock import ManualClock, MonotonicClock
 from kvbaton.engine.engine import Engine, EngineConfig
 from kvbaton.engine.events import Event, Failed, Progress, Scheduled, Token
 from kvbaton.engine.loader import LoadOptions, load
+from kvbaton.engine.sampler import SequenceSampler
 from kvbaton.engine.scheduler import SchedulerConfig
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, SamplingParams, TokenOutput
 
@@ -273,6 +275,25 @@ def test_a_request_the_model_cannot_take_does_not_disturb_its_neighbours(tiny_mo
         with pytest.raises(LocalError, match="logit_bias"):
             bad_bias.tokens()
         assert len(good.tokens()) == 24
+        assert engine.stats().num_failed_steps == 0
+
+
+def test_what_cannot_be_sampled_ends_its_own_request_alone(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = SequenceSampler.sample
+
+    def broken(self: SequenceSampler, row: np.ndarray) -> TokenOutput:
+        if self._params.seed == 666:
+            raise IndexError("nothing to draw from")
+        return sample(self, row)
+
+    monkeypatch.setattr(SequenceSampler, "sample", broken)
+    with running(tiny_model_dir) as engine:
+        good, bad = Inbox(), Inbox()
+        engine.generate(request("good", [1, 2, 3], 24), good)
+        engine.generate(GenerateRequest("bad", (1, 2), SamplingParams(max_tokens=8, seed=666)), bad)
+        assert len(bad.tokens()) == 1 and len(good.tokens()) == 24
         assert engine.stats().num_failed_steps == 0
 
 

@@ -303,6 +303,18 @@ def test_numbers_that_are_none_end_the_sequence_with_an_error(bad: float, params
     assert sampler(**params).sample(np.full(8, -np.inf, dtype=np.float32)).finish_reason == "error"
 
 
+@pytest.mark.parametrize("tiny", [5e-324, 1e-320, 1e-46, 1e-38, 1e-8])
+@pytest.mark.parametrize("more", [{}, {"min_p": 0.5}, {"top_p": 1e-320}, {"top_k": 2, "top_p": 0.5, "min_p": 1e-320}])
+def test_numbers_that_are_next_to_nothing_are_taken_as_such(tiny: float, more: dict[str, Any]) -> None:
+    """Also as a float32, which has no number so small: nothing is left of a weight then, or it is none."""
+    row = logits(6, vocab=64)
+    best = int(np.argmax(row))
+    output = sampler(temperature=tiny, seed=1, logprobs=2, **more).sample(row)
+    assert output.token_id == best and output.finish_reason is None
+    output = sampler((best,), temperature=1.0, seed=1, repetition_penalty=tiny, **more).sample(row)
+    assert output.token_id == best and output.finish_reason is None
+
+
 class TestLogprobs:
     def test_of_the_raw_logits(self) -> None:
         import torch
