@@ -5,6 +5,7 @@ faster than either router; ``direct`` is the client against the mock without a r
 keep their defaults and write their logs to a file. vllm-router (Rust) is installed by
 ``python -m benchmarks.peers.install vllm-router``.
 
+Each load goes to one router right after the other, so that a machine that wavers wavers for both.
 Workloads, each in a closed loop of 1, 16, 64 and 512 connections:
 
     requests   one short JSON answer each: requests per second, latency, CPU of the router per request
@@ -32,8 +33,9 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -227,23 +229,26 @@ def cpu_s(running: psutil.Process | None) -> float:
 
 
 def measure(folder: Path, ports: Ports, plan: argparse.Namespace, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Each load at one router after the other; those that have none meanwhile only poll their workers."""
     rows = []
-    for name in plan.routers:
-        with ROUTERS[name](folder, ports) as running:
-            port = ports.decode if name == "direct" else ports.router
-            warm = request_body("burst", "short-text", tokenizer)
-            run_load(folder, port, 8, 0.5, warm)
-            for workload in plan.workloads:
-                for prompt in plan.prompts:
-                    request = request_body(workload, prompt, tokenizer)
-                    for connections in plan.connections:
-                        seconds = plan.seconds + (2.0 if workload == "streams" else 0.0)
-                        before = cpu_s(running)
-                        found = run_load(folder, port, connections, seconds, request)
-                        spent_s = cpu_s(running) - before
-                        row = {"router": name, "workload": workload, "prompt": prompt, "connections": connections}
-                        rows.append({**row, "router_cpu_s": spent_s, "wall_s": seconds, **found})
-                        print(as_line(rows[-1]), file=sys.stderr, flush=True)
+    with contextlib.ExitStack() as stack:
+        running, port = {}, {}
+        for name in plan.routers:
+            own = replace(ports, router=free_ports(1)[0])
+            running[name] = stack.enter_context(ROUTERS[name](folder, own))
+            port[name] = own.decode if name == "direct" else own.router
+            run_load(folder, port[name], 8, 0.5, request_body("burst", "short-text", tokenizer))
+        cases = [(w, p, c) for w in plan.workloads for p in plan.prompts for c in plan.connections]
+        for number, (workload, prompt, connections) in enumerate(cases * plan.rounds):
+            request = request_body(workload, prompt, tokenizer)
+            seconds = plan.seconds + (2.0 if workload == "streams" else 0.0)
+            for name in plan.routers if number % 2 else reversed(plan.routers):
+                before = cpu_s(running[name])
+                found = run_load(folder, port[name], connections, seconds, request)
+                spent_s = cpu_s(running[name]) - before
+                row = {"router": name, "workload": workload, "prompt": prompt, "connections": connections}
+                rows.append({**row, "router_cpu_s": spent_s, "wall_s": seconds, **found})
+                print(as_line(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
@@ -264,24 +269,29 @@ def as_line(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: each router's rate, CPU and latencies, and kvbaton's rate and CPU over vllm-router's."""
+    """Markdown: each router's rate, CPU and latencies, and kvbaton's rate over vllm-router's; medians of the rounds."""
     lines = [
         "| workload | prompt | clients | router | rate /s | of vllm-router's | CPU us each | p50 ms | p99 ms "
         "| added p50 ms |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
-    found = {(r["workload"], r["prompt"], r["connections"], r["router"]): r for r in rows}
-    for (workload, prompt, connections, router), row in found.items():
+    found: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["workload"], row["prompt"], row["connections"], row["router"]), []).append(row)
+    for (workload, prompt, connections, router), rounds in sorted(found.items(), key=lambda each: each[0][:3]):
         if router == "direct":
             continue
-        without, rival = (found.get((workload, prompt, connections, name)) for name in ("direct", "vllm-router"))
+        without, rivals = (found.get((workload, prompt, connections, name), []) for name in ("direct", "vllm-router"))
         kind = "chunk_us" if workload == "streams" else "latency_us"
-        ratio = f"{rate_of(row) / rate_of(rival):.2f}" if rival and router == "kvbaton" else ""
-        added = f"{(row[kind]['p50'] - without[kind]['p50']) / 1e3:.2f}" if without else ""
-        spent_us = row["router_cpu_s"] / row["wall_s"] / rate_of(row) * 1e6 if rate_of(row) else 0.0
+        ratios = [rate_of(own) / rate_of(rival) for own, rival in zip(rounds, rivals, strict=False) if rate_of(rival)]
+        ratio = f"{median(ratios):.2f}" if ratios and router == "kvbaton" else ""
+        p50_ms, p99_ms = (median([row[kind][share] for row in rounds]) / 1e3 for share in ("p50", "p99"))
+        added = f"{p50_ms - median([row[kind]['p50'] for row in without]) / 1e3:.2f}" if without else ""
+        rate = median([rate_of(row) for row in rounds])
+        spent_us = median([row["router_cpu_s"] / row["wall_s"] / max(1e-9, rate_of(row)) * 1e6 for row in rounds])
         lines.append(
-            f"| {workload} | {prompt} | {connections} | {router} | {rate_of(row):,.0f} | {ratio} | {spent_us:,.0f} "
-            f"| {row[kind]['p50'] / 1e3:.2f} | {row[kind]['p99'] / 1e3:.2f} | {added} |"
+            f"| {workload} | {prompt} | {connections} | {router} | {rate:,.0f} | {ratio} | {spent_us:,.0f} "
+            f"| {p50_ms:.2f} | {p99_ms:.2f} | {added} |"
         )
     return "\n".join(lines)
 
@@ -309,6 +319,7 @@ def main() -> int:
     parser.add_argument("--routers", type=words(list(ROUTERS)), default=list(ROUTERS))
     parser.add_argument("--connections", type=lambda text: [int(n) for n in text.split(",")], default=[1, 16, 64, 512])
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=1, help="how often all of it is measured")
     parser.add_argument("--json", type=Path)
     plan = parser.parse_args()
     if "vllm-router" in plan.routers and not peer("vllm-router").installed:
@@ -321,9 +332,9 @@ def main() -> int:
         compile_tools(folder)
         with mocks(folder, ports):
             rows = measure(folder, ports, plan, tokenizer)
-    print(table(rows))
     if plan.json:
         plan.json.write_text(json.dumps(rows, indent=1))
+    print(table(rows))
     return 1 if any(row["refused"] or row["errors"] for row in rows) else 0
 
 
