@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"  # sentencepiece's visible space
+MOST_IDS = 1 << 24  # beyond it is a typing error, and a table of all tokens would fill the memory
 
 
 class Tokenizer:
@@ -72,7 +73,10 @@ class Tokenizer:
         return set()
 
     def _id_limit(self) -> int:
-        return 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+        limit = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+        if limit > MOST_IDS:
+            raise LocalError(f"tokenizer.json has token {limit - 1}, beyond {MOST_IDS:,}", field="tokenizer.json")
+        return limit
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
@@ -244,7 +248,9 @@ def _library(definition: Mapping[str, Any]) -> Library:
 
     try:
         return Library.from_str(json.dumps(definition))
-    except Exception as error:  # the library has no other type for what it cannot read
+    except BaseException as error:  # the library has no other type for what it cannot read, or panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise LocalError(f"tokenizer.json is no tokenizer: {error}", field="tokenizer.json") from None
 
 

@@ -79,7 +79,7 @@ def split(events: bytes) -> tuple[bytes, bytes]:
         return _split_block(events)
     texts, lines = [], []
     for block in events[:-2].split(b"\n\n"):
-        text, line = _split_block(block + b"\n\n")
+        text, line = _split_block(block.lstrip(b"\n") + b"\n\n")  # of three newlines one begins the next block
         texts.append(text)
         lines.append(line)
     return b"".join(texts), b"".join(lines)

@@ -69,6 +69,13 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     ("tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
                                    "decoder": {"type": "Sequence", "decoders": [
         {"type": "Fuse"}, {"typee": "Strip", "content": " ", "start": 1, "stop": 0}]}}).encode()),
+    ("tokenizer.json", json.dumps({"decoder": {"type": "ByteLevel"}, "model": {
+        "type": "BPE", "vocab": {"a": 2**31 + 4, "b": 1}, "merges": []}}).encode()),
+    # A panic of the library in Rust, which is no Exception.
+    ("tokenizer.json", json.dumps({"decoder": {"type": "ByteLevel"}, "model": {
+        "type": "BPE", "vocab": {"a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]],
+        "continuing_subword_prefix": "0/"}}).encode()),
+    ("SSE at the router", b'data: x\n\n\n:0 12\ndata: {}\n\n'),
     # A list of the blocks of 1e300 tokens.
     ("traces (jsonl)", b'{"timestamp": 0, "input_length": 1e300, "output_length": 1, "hash_ids": [0]}'),
     ("traces (csv)", b"arrival_s,prompt_tokens,output_tokens\n0,9" + b"9" * 40 + b",1\n"),
