@@ -92,6 +92,7 @@ class Setting(msgspec.Struct, frozen=True):
     prefill_s: tuple[float, ...]  # of one worker, by window
     sequences: tuple[float, ...]  # decoding at once, by window, at the batch that the limit allows
     batch: int
+    spare: float | None = None  # of ours; None: its default
 
     def run(self, counts: tuple[int, int], scaler: Callable[[], Scaler]) -> Outcome:
         pools = tuple(
@@ -172,9 +173,9 @@ class Watched:
 # -- the traces ----------------------------------------------------------------------------------------------------
 
 
-def load(service: Service, data: Path, seconds: float) -> Trace:
+def load(service: Service, data: Path, seconds: float, draw: int) -> Trace:
     """Copies have prefixes of their own, and each request a moment of its own."""
-    trace, rng = read_trace(data / service.file, Random(0)), Random(1)
+    trace, rng = read_trace(data / service.file, Random(0)), Random(draw)
     requests = []
     for copy in range(service.copies):
         for each in trace.requests:
@@ -328,16 +329,21 @@ def cheapest(given: Setting, tell: Callable[[str], None], kind: type[Schedule]) 
 
 
 def policy_of(given: Setting) -> ScalingPolicy:
+    # Workers are rented by the second: one that is needed again in a minute costs less than one that is kept. The slow
+    # mean of arrivals waits for about a start already; sequences have none, and what they need again is not there.
+    prefill = PoolPolicy(
+        maximum=MOST, max_queue_delay_s=given.service.ttft_s / 2, least_kept=0.5, shrink_after_s=0.0
+    )  # fmt: skip
+    if given.spare is not None:
+        prefill = msgspec.structs.replace(prefill, spare=given.spare)
     return ScalingPolicy(
         {
-            "prefill": PoolPolicy(maximum=MOST, max_queue_delay_s=given.service.ttft_s / 2, spare=0.65),
+            "prefill": prefill,
             "decode": PoolPolicy(maximum=MOST, sequences_per_worker=max(1, int(given.batch * 0.85))),
         },
         start_s=given.startup_s,
-        shrink_after_s=given.startup_s,
+        shrink_after_s=0.75 * given.startup_s,
         drain_pause_s=INTERVAL_S,
-        dead_band=0.05,
-        trust_in_trend=0.0,
     )
 
 
@@ -368,6 +374,8 @@ def main() -> int:
     default = os.environ.get("KVBATON_SHARED") or Path(__file__).resolve().parents[2] / "shared"
     parser.add_argument("--shared", type=Path, default=Path(default))
     parser.add_argument("--seconds", type=float, default=1800.0, help="of each trace")
+    parser.add_argument("--draw", type=int, default=1, help="of the chance that moves each request")
+    parser.add_argument("--spare", type=float, help="of ours, in place of its default")
     parser.add_argument("--startup-s", type=float, default=60.0)
     parser.add_argument("--warm-up-s", type=float, default=300.0)
     parser.add_argument("--arms", default=",".join(ARMS), help="some of them, the oracle first")
@@ -378,8 +386,9 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|", flush=True)
     for name in options.services:
         service = SERVICES[name]
-        given = setting(service, load(service, options.shared / "data", options.seconds), options.startup_s,
-                        options.warm_up_s)  # fmt: skip
+        given = setting(service, load(service, options.shared / "data", options.seconds, options.draw),
+                        options.startup_s, options.warm_up_s)  # fmt: skip
+        given = msgspec.structs.replace(given, spare=options.spare)
         if given.trace.block_tokens is not None:
             given = given.as_measured()
         least = None

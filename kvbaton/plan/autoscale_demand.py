@@ -29,11 +29,16 @@ class PoolPolicy(msgspec.Struct, frozen=True):
     minimum: int = 1
     maximum: int = 64
     max_queue_delay_s: float = 0.5  # prefill: a prompt may wait so long for its first step
-    spare: float = 1.0  # prefill: workers beyond the mean load, times its square root
+    spare: float = 0.75  # prefill: workers beyond the mean load, times its square root
     least_spare: float = 0.25  # prefill: workers beyond the mean load at least, however much may wait
+    # Too few cost requests and too many only money: so little of a worker is not worth a start, and one of whom no more
+    # than that is needed may go. What lies between the two is the dead band; with none, pools follow noise.
+    least_growth: float = 0.3  # prefill
+    least_kept: float = 0.0  # prefill
     catch_up_s: float = 30.0  # prefill: a queue that stands too long is to be worked off within this time
     sequences_per_worker: int = 64  # decode: as many as keep the gap between tokens within its limit
     min_free_share: float = 0.1  # decode: of the blocks
+    shrink_after_s: float | None = None  # in place of that of all pools
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum:
@@ -42,6 +47,8 @@ class PoolPolicy(msgspec.Struct, frozen=True):
         for name in ("max_queue_delay_s", "catch_up_s", "sequences_per_worker"):
             if not getattr(self, name) > 0:
                 raise LocalError(f"{name} must be positive", field=f"scaling.{name}")
+        if self.shrink_after_s is not None and self.shrink_after_s < 0:
+            raise LocalError("shrink_after_s is 0 or more", field="scaling.shrink_after_s")
         if self.spare < 0 or self.least_spare < 0 or not 0 <= self.min_free_share < 1:
             raise LocalError("spare is 0 or more, min_free_share in [0, 1)", field="scaling.spare")
 

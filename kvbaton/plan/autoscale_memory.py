@@ -19,9 +19,9 @@ class Horizon(msgspec.Struct, frozen=True):
 
 
 SEQUENCES = Horizon(20.0, 80.0)  # they stand there, and change as slowly as answers end
-ARRIVALS = Horizon(
-    45.0, 180.0
-)  # scatter from look to look: what is followed of that costs workers, and what stands tells
+# Scatter from look to look, and every change that is only that costs a start; but what follows too slowly keeps workers
+# for a load that is gone, which buys nobody anything.
+ARRIVALS = Horizon(30.0, 60.0)
 
 
 class PoolMemory(msgspec.Struct, frozen=True):

@@ -7,8 +7,9 @@ blocks (``autoscale_demand``). Utilisation is not an input. What the function do
    wait with them; while prompts wait for prefill, the blocks they hold on the decode side are prefill's shortage;
 2. growth is at once, by at most as many as there are; those that start count, and load that grows is met as it will be
    when a worker ordered now serves;
-3. shrinking needs a whole window whose most would have been served by fewer; growing back needs the dead band on top of
-   that. Then half of what is too much drains, and after a pause half of the rest;
+3. shrinking needs a whole window whose most would have been served by fewer. Sequences leave the dead band between the
+   two; of prompts a part of a worker is rounded up, when shrinking by the slow mean.
+   Then half of what is too much drains, and after a pause half of the rest;
 4. the ratio of the pools stays in its band to within one worker, by growing the other pool or by not shrinking this.
 
 Invariants: targets stay within bounds; a pool of which something is not known keeps its workers and is said so; no
@@ -42,11 +43,11 @@ _ROUNDING = 1e-9
 
 class ScalingPolicy(msgspec.Struct, frozen=True):
     pools: dict[Role, PoolPolicy]
-    dead_band: float = 0.1  # a demand this near to what the workers do changes nothing
+    dead_band: float = 0.05  # sequences this near to what the workers hold change nothing
     shrink_after_s: float = 300.0  # for so long fewer must have been enough
     drain_pause_s: float = 30.0  # between two drains of one pool
     start_s: float = 60.0  # from ordering a worker until it serves
-    trust_in_trend: float = 0.5  # 0: only what is there now counts; 1: growth is expected to go on as it is
+    trust_in_trend: float = 0.0  # 0: only what is there now counts; 1: growth is expected to go on as it is
     ratio_band: tuple[float, float] | None = None  # prefill workers for each decode worker
 
     def __post_init__(self) -> None:
@@ -151,23 +152,33 @@ def _want(policy: ScalingPolicy, pool: PoolPolicy, role: Role, seen: PoolSeen, m
     memory = memory.saw(now_s, load(role, seen))
     ahead = memory.ahead(policy.start_s, policy.trust_in_trend)
     demand, held = _demand(policy, pool, role, seen, memory, bottleneck, ahead)
-    lasting = demand * (1.0 + policy.dead_band)
     if role == "prefill":  # arrivals scatter, and what is spare is there for that; sequences are what stands there
         lasting, _ = _demand(policy, pool, role, seen, memory, bottleneck, memory.slow)
-    grow = ceil(demand / (1.0 + policy.dead_band) - _ROUNDING)
-    keep = ceil(lasting - _ROUNDING)
+        grow = ceil(demand - pool.least_growth)
+        keep = max(grow, ceil(lasting - pool.least_kept))
+    else:
+        grow = ceil(demand / (1.0 + policy.dead_band) - _ROUNDING)
+        keep = ceil(demand * (1.0 + policy.dead_band) - _ROUNDING)
     if bottleneck == role or (
         role == "both" and (_queue_stands(pool, seen) or queue_delay_s(seen) > pool.max_queue_delay_s)
     ):
         # What is short now is proof that those who serve are too few, within the dead band or not.
         grow, keep = max(grow, seen.serving + 1), max(keep, seen.serving + 1)
-    memory = memory.need(now_s, keep, policy.shrink_after_s)
+    window_s = _window_s(policy, role)
+    memory = memory.need(now_s, keep, window_s)
     reason = f"{demand:.1f} workers' worth of work"
     if queue_delay_s(seen) > pool.max_queue_delay_s and role != "decode":
         reason += f", prompts wait {queue_delay_s(seen):.1f} s"
     if held and grow > seen.have:
         return memory, _Want(seen.have, None, f"{reason}, but {bottleneck} is what is short")
-    return memory, _Want(grow, memory.most(now_s, policy.shrink_after_s), reason)
+    # What the router holds back for want of room on the other side has not arrived here, but it will.
+    return memory, _Want(grow, None if held else memory.most(now_s, window_s), reason)
+
+
+def _window_s(policy: ScalingPolicy, role: Role) -> float:
+    """For so long fewer must have been enough before one drains."""
+    own = policy.pools[role].shrink_after_s
+    return policy.shrink_after_s if own is None else own
 
 
 def _demand(policy: ScalingPolicy, pool: PoolPolicy, role: Role, seen: PoolSeen, memory: PoolMemory,
@@ -238,7 +249,7 @@ def _step(policy: ScalingPolicy, role: Role, seen: Mapping[Role, PoolSeen], targ
         return PoolDecision(wanted, 0, 0, "one change at a time", want.known)
     # Those that drain are still there for the streams they have, and not counted among those that were enough.
     return PoolDecision(
-        wanted, 0, max(1, (have - wanted) // 2), f"{wanted} have been enough for {policy.shrink_after_s:g} s"
+        wanted, 0, max(1, (have - wanted) // 2), f"{wanted} have been enough for {_window_s(policy, role):g} s"
     )
 
 

@@ -253,6 +253,19 @@ def test_prefill_does_not_grow_while_decode_has_no_room(short: PoolSeen) -> None
     assert relieved.bottleneck == "prefill" and relieved.pools["prefill"].add > 0
 
 
+def test_prefill_keeps_its_workers_while_decode_holds_its_prompts_back() -> None:
+    """Requests that wait at the router for room have not arrived at prefill yet: fewer seem to come, and all will."""
+    fleet = Fleet(POLICY, 6, 2)
+    for _ in range(10):
+        fleet.look(prefill(1, 4.5 * SPEED), decode(1, 30))
+    for _ in range(20):
+        fleet.look(prefill(1, 1.0 * SPEED), decode(1, 40, waiting=60))
+    assert fleet.serving["prefill"] == 6
+    for _ in range(20):
+        fleet.look(prefill(1, 1.0 * SPEED), decode(1, 40))
+    assert fleet.serving["prefill"] == 2, "with room again, what comes is all there is"
+
+
 def test_decode_does_not_grow_for_blocks_that_wait_for_prefill() -> None:
     late = prefill(2, 30_000, waiting=60_000, queue_delay_s=8.0)
     # All blocks are taken, nearly all by sequences whose prompts nobody has computed yet.
@@ -369,6 +382,33 @@ def test_what_is_far_too_much_goes_in_halves_and_the_last_one_by_one() -> None:
     assert all(after - before >= 2 for before, after in zip(drained, drained[1:], strict=False)), "with pauses"
 
 
+def test_part_of_a_prefill_worker_is_rounded_up_unless_it_is_too_little_for_a_start() -> None:
+    pool = PoolPolicy(1, 64, spare=0.0, least_spare=0.0)
+    for asked, target in ((4.0, 4), (4.25, 4), (4.35, 5), (4.9, 5), (5.25, 5)):
+        seen = {"prefill": prefill(4, asked * SPEED)}
+        decision = decide(ScalingPolicy({"prefill": pool}), seen, ScalingState(), 0.0)  # type: ignore[arg-type]
+        assert decision.pools["prefill"].target == target, asked
+
+
+def test_workers_for_prompts_that_no_longer_come_are_not_kept_for_long() -> None:
+    """From eight workers' worth to four: most of what is too much is gone after two of the slow mean's minutes."""
+    pools: dict[Role, PoolPolicy] = {"prefill": PoolPolicy(1, 32, shrink_after_s=15.0), "decode": PoolPolicy(1, 8)}
+    fleet = Fleet(ScalingPolicy(pools, shrink_after_s=60.0, drain_pause_s=15.0, start_s=60.0), 8, 1)
+    for _ in range(20):
+        fleet.look(prefill(1, 8 * SPEED), decode(1, 5))
+    before = fleet.serving["prefill"]
+    assert before == 10
+    sizes = [before]
+    while sizes[-1] > 6 and len(sizes) < 16:
+        fleet.look(prefill(1, 4 * SPEED), decode(1, 5))
+        sizes.append(fleet.serving["prefill"])
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 6 and len(sizes) <= 12, sizes
+    for _ in range(40):
+        fleet.look(prefill(1, 4 * SPEED), decode(1, 5))
+    assert fleet.serving["prefill"] == 6, "and then it stands"
+
+
 def test_work_that_may_wait_needs_fewer_spare_workers() -> None:
     """With a limit of seconds chance is met by workers, with one of half a minute by the queue."""
 
@@ -378,7 +418,8 @@ def test_work_that_may_wait_needs_fewer_spare_workers() -> None:
         return decide(policy, {"prefill": prefill(1, 30 * SPEED)}, ScalingState(), 0.0).pools["prefill"].target
 
     assert wanted(0.5) >= wanted(2.0) >= wanted(20.0) >= 1
-    assert spare_workers(PoolPolicy(max_queue_delay_s=0.5), 9.0, 60.0) == pytest.approx(3.0 - 9.0 * 0.5 / 60.0)
+    pool = PoolPolicy(max_queue_delay_s=0.5, spare=1.0)
+    assert spare_workers(pool, 9.0, 60.0) == pytest.approx(3.0 - 9.0 * 0.5 / 60.0)
     assert spare_workers(PoolPolicy(max_queue_delay_s=30.0), 9.0, 60.0) == 0.25, "never none at all"
     assert spare_workers(PoolPolicy(), 0.0, 60.0) == 0.0
 
@@ -387,6 +428,7 @@ def test_bad_policies_say_the_field() -> None:
     for make, field in (
         (lambda: PoolPolicy(5, 2), "scaling.minimum"),
         (lambda: PoolPolicy(sequences_per_worker=0), "scaling.sequences_per_worker"),
+        (lambda: PoolPolicy(shrink_after_s=-1.0), "scaling.shrink_after_s"),
         (lambda: ScalingPolicy({}), "scaling.pools"),
         (lambda: ScalingPolicy({"both": PoolPolicy()}, ratio_band=(2.0, 1.0)), "scaling.ratio_band"),
         (lambda: decide(POLICY, {"decode": decode(1)}, ScalingState(), 0.0), "scaling.pools"),
