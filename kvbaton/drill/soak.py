@@ -243,8 +243,8 @@ class Soak:
         return segments_of(self.lives - alive)
 
 
-# A fleet takes any rate for a moment: 50 requests in a tenth of a second showed 512 a second, and eight in ten were refused
-# at four fifths of that.
+# A fleet takes any rate for a moment: 50 requests in a tenth of a second showed 512 a second, and most were refused at
+# four fifths of that.
 MIN_TRIAL_S = 15.0
 
 
