@@ -24,7 +24,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def test_sequences_of_a_batch_do_not_meet(tiny_model_dir: Path, make_runner: MakeRunner) -> None:
     """Decodes and prefill chunks of several sequences in one step give what each gives alone.
 
-    As near as float32 products in another order are: 1e-5 of logits of size 3 on one processor is just passed on the next.
+    As near as float32 products in another order are: 1e-5 of logits of size 3 holds on one processor, not on the next.
     Another sequence's key or row would move them by more than a hundredth.
     """
     lengths = {"a": 45, "b": 1, "c": 17, "d": 8}
