@@ -6,9 +6,10 @@
 ratio that a plan for chat would give. A real Prometheus (on the PATH) scrapes router and workers and evaluates the
 rules that ``kvbaton deploy`` writes, with windows of seconds in place of minutes. The traffic is Azure's conversation
 trace until half time and Mooncake's from then on: their requests in order, with lengths scaled to a model this small
-(--chat-scale, --documents-scale, --output-scale) and prompts of random words, which no cache has. So many users
-(--chat-users, --documents-users) ask at once, each the next request when the last is answered: the traces' own arrivals
-would overload a machine of unknown speed, or leave it idle.
+(--chat-scale, --documents-scale, --output-scale) and prompts of random words, which no cache has. So many users ask at
+once, each the next request when the last is answered: the traces' own arrivals would overload a machine of unknown
+speed, or leave it idle. How long this machine computes a prompt is measured first, and there are as many users with
+documents as keep one prefill worker waiting longer than prompts may wait (--documents-users sets them by hand).
 
 What must happen, and exit code 1 if it does not: no alert on the ratio in the minute before half time, one after; the
 page and the router's gauge say so; a prefill worker is added, a decode worker drained; and no request fails.
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from math import ceil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -49,15 +51,19 @@ GATES = Gates(
 )  # fmt: skip
 ALERT = "KvbatonRatioDrift"
 CHAT, DOCUMENTS = "azure-llm-2023/AzureLLMInferenceTrace_conv.csv", "mooncake-fast25/conversation_trace.jsonl"
+QUEUE_DELAY_S = 6.0  # prompts may wait so long for their first step
 UP = [
     *("up", "--autoscale", "--prefill", "1", "--decode", "2", "--prefill-max", "3", "--decode-max", "2"),
-    *("--threshold-tokens", "0", "--kv-memory", "384", "--threads", "1", "--plan-band", f"{BAND[0]:g},{BAND[1]:g}"),
-    *("--scale-interval-s", "1", "--scale-queue-delay-s", "6", "--scale-sequences", "4"),
+    *("--threshold-tokens", "0", "--kv-memory", "512", "--threads", "1", "--plan-band", f"{BAND[0]:g},{BAND[1]:g}"),
+    *("--scale-interval-s", "1", "--scale-queue-delay-s", f"{QUEUE_DELAY_S:g}", "--scale-sequences", "4"),
     *("--scale-shrink-after-s", "30", "--scale-start-s", "8", "--ttft-slo-s", "4", "--tpot-slo-s", "0.25"),
     *("--port", "0", "--json"),
 ]
 MOST_PROMPT, MOST_OUTPUT = 1700, 256  # of the model's 2048
-START_S, END_S, SCRAPE_S, RAMP_S = 240.0, 120.0, 2, 10.0
+START_S, END_S, SCRAPE_S, RAMP_S = 240.0, 300.0, 2, 10.0
+PROBE_TOKENS = 256  # of the prompt that is timed
+OVERLOAD = 1.5  # a prompt is to wait so many times what it may: the queue is shorter while answers are written
+LEAST_USERS, MOST_USERS = 4, 16
 
 
 # -- traffic -------------------------------------------------------------------------------------------------------
@@ -68,9 +74,10 @@ class Shape(msgspec.Struct, frozen=True):
     most_s: float  # of documents, should not all have happened before
     chat_users: int
     chat_scale: float  # of prompts
-    documents_users: int
+    documents_users: int  # 0: as many as the machine's speed asks for
     documents_scale: float
     output_scale: float
+    prompt_tokens_per_s: float = 0.0  # of one worker with nothing else to do, as measured
 
 
 def lengths_of(path: Path, prompt_scale: float, output_scale: float) -> Iterator[tuple[int, int]]:
@@ -95,6 +102,23 @@ async def ask(http: aiohttp.ClientSession, url: str, text: str, max_tokens: int)
     if b'"error"' in last or not last.rstrip().endswith(b"data: [DONE]"):
         return f"broken: {last[-200:]!r}", first_s
     return "", first_s
+
+
+async def calibrated(url: str, shape: Shape, documents: Iterator[tuple[int, int]]) -> Shape:
+    """With the users that this machine's speed asks for."""
+    rng, rates = Random(1), []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=END_S)) as http:
+        for _ in range(2):  # the first of them also brings pages into memory
+            failed, ttft_s = await ask(http, url, " ".join(rng.choices(WORDS, k=PROBE_TOKENS)), 2)
+            assert ttft_s is not None and not failed, failed
+            rates.append(PROBE_TOKENS / ttft_s)
+    prompts = [next(documents)[0] for _ in range(50)]
+    prompt_s = sum(prompts) / len(prompts) / max(rates)
+    # All but the one that is computed wait, if nobody writes an answer.
+    users = min(MOST_USERS, max(LEAST_USERS, 1 + ceil(OVERLOAD * QUEUE_DELAY_S / prompt_s)))
+    return msgspec.structs.replace(
+        shape, documents_users=shape.documents_users or users, prompt_tokens_per_s=max(rates)
+    )  # fmt: skip
 
 
 async def users(url: str, num: int, lengths: Iterator[tuple[int, int]], stop: asyncio.Event, run: Run) -> None:
@@ -224,7 +248,7 @@ class Run:
         self._watcher, self._targets = watcher, folder / "targets.json"
         self._begun: set[str] = set()
         self._began_s = time.monotonic()
-        self.record = Record(msgspec.to_builtins(shape), BAND)
+        self.record = Record(msgspec.to_builtins(shape), BAND, load_before=os.getloadavg()[0])
 
     @property
     def now_s(self) -> float:
@@ -286,7 +310,9 @@ class Run:
     async def _advise(self) -> None:
         """The scenario of the new traffic, for `kvbaton plan`."""
         _, status = await control.the_one(self._pid)
-        urls = [f"{each.url}/metrics" for each in status.processes if each.role != "router" and each.url]
+        async with aiohttp.ClientSession() as http, http.get(f"{self._url}/fleet") as answer:
+            up = {each["name"] for each in (await answer.json())["members"] if each["state"] == "up"}
+        urls = [f"{each.url}/metrics" for each in status.processes if each.name in up and each.url]
         command = [sys.executable, "-m", "kvbaton.cli.main", "advise", *urls, "--interval", "20"]
         command += ["--write-scenario", str(self._out / "scenario.toml")]
         running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
@@ -304,7 +330,10 @@ async def main(out: Path, data: Path, shape: Shape) -> int:
             async with asyncio.timeout(START_S):
                 line = await up.stdout.readline()
             assert line, (folder / "up.err").read_text()
-            run = Run(out, shape, json.loads(line), up.pid, watcher, folder)
+            fleet = json.loads(line)
+            longs = lengths_of(data / DOCUMENTS, shape.documents_scale, shape.output_scale)
+            shape = await calibrated(fleet["url"], shape, longs)
+            run = Run(out, shape, fleet, up.pid, watcher, folder)
             await run.go(data)
         run.record.told = [each for each in (folder / "up.err").read_text().splitlines() if _TOLD.search(each)]
     write(out, run.record, " ".join(["kvbaton", *UP[:-3]]))
@@ -324,7 +353,7 @@ if __name__ == "__main__":
     parser.add_argument("--half-s", type=float, default=100.0, help="of chat")
     parser.add_argument("--most-s", type=float, default=300.0, help="of documents, should not all have happened before")
     parser.add_argument("--chat-users", type=int, default=8)
-    parser.add_argument("--documents-users", type=int, default=4)
+    parser.add_argument("--documents-users", type=int, default=0, help="0: by the machine's speed")
     parser.add_argument("--chat-scale", type=float, default=1 / 24, help="of prompt lengths")
     parser.add_argument("--documents-scale", type=float, default=1 / 8, help="of prompt lengths")
     parser.add_argument("--output-scale", type=float, default=1 / 3)

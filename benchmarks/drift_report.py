@@ -43,7 +43,7 @@ class Look(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct):
     shape: dict[str, float]
     band: tuple[float, float]
-    began_s: float = 0.0
+    load_before: float = 0.0  # processes that wanted a core in the minute before
     requests: list[Request] = []
     looks: list[Look] = []
     pictures: list[str] = []
@@ -143,14 +143,15 @@ def _lines(record: Record, command: str) -> list[str]:
         *textwrap.wrap(command, 118, subsequent_indent="    ", break_on_hyphens=False),
         "```",
         "",
-        f"on {_machine()}; the default model (SmolLM2-135M-Instruct). Other work ran beside it: this shows",
-        "what is decided and that nothing is lost, not how fast anything is, and on two cores a third worker brings no",
-        "new core along.",
+        f"on {_machine()}; the default model (SmolLM2-135M-Instruct). In the minute before {record.load_before:.0f}",
+        "processes wanted a core. This shows what is decided and that nothing is lost, not how fast anything is: on",
+        "few cores a third worker brings no new core along.",
         "",
         f"* Until {half_s:g} s {shape['chat_users']:g} users with the requests of Azure's conversation trace, then",
         f"  {shape['documents_users']:g} with Mooncake's, in order, each the next when the last is answered; prompts",
         f"  of chat times {shape['chat_scale']:.3g}, of documents times {shape['documents_scale']:.3g}, answers times",
-        f"  {shape['output_scale']:.3g}, for a context of 2048.",
+        f"  {shape['output_scale']:.3g}, for a context of 2048. One worker was measured at",
+        f"  {shape['prompt_tokens_per_s']:.0f} prompt tokens a second, which sets the number of the second.",
         f"* The band {record.band[0]:g} to {record.band[1]:g} is the one a plan for the chat would give.",
         "* Prometheus scrapes every 2 s and evaluates the rules of `kvbaton deploy`, with the ratio over 1 m for 15 s",
         "  (in production over 30 m for 15 m); the autoscaler shrinks after 30 s (in production 300 s).",

@@ -97,7 +97,7 @@ export class Chart {
     });
     const band = this.band();
     const levels = this.level();
-    const reach = [...levels.map(({ value }) => value), ...(band ? [band.high] : [])];
+    const reach = [...levels.map(({ value }) => value), ...(band ? [band.low, band.high] : [])];
     const values = traces.flatMap(({ y }) => y).filter((value) => value !== null);
     const line = { color: color("--line"), gridcolor: color("--line"), zeroline: false, fixedrange: true };
     const layout = {

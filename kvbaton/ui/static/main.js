@@ -275,7 +275,7 @@ function makeCharts() {
     new Chart("chart-tpot", { title: "TPOT", aside: "mean gap after it", series: percentiles("tpot"), format: seconds, level: gate("tpot_s"), log: true }),
     new Chart("chart-itl", { title: "ITL", aside: "every gap", series: percentiles("itl"), format: seconds, log: true }),
     new Chart("chart-flow", { title: "KV between workers", series: [{ name: "moved", color: "--used", read: (frame) => frame.moved_bytes_per_s }], format: bytesPerSecond, step: 1024 }),
-    new Chart("chart-ratio", { title: "Prompt : output", aside: "over five minutes", series: [{ name: "ratio", color: "--p50", read: (frame) => frame.ratio }], format: number, band: () => known.head.aims.band }),
+    new Chart("chart-ratio", { title: "Prompt : output", aside: "over five minutes", series: [{ name: "ratio", color: "--p50", read: (frame) => frame.ratio }], format: number, band: () => known.head.aims.band, log: true }),
     new Chart("chart-tokens", { title: "Tokens per second", series: [
       { name: "prompt, computed", color: "--prefill", read: (frame) => frame.prompt_tokens_per_s },
       { name: "output", color: "--decode", read: (frame) => frame.output_tokens_per_s },
