@@ -187,11 +187,11 @@ def _placed(fields: Fields, layer: LayerKV, kind: str, index: int) -> LayerKV:
         return msgspec.structs.replace(layer, kind="sliding", window=fields.need_int("attention_window_size"))
     if kind == "chunked":
         return msgspec.structs.replace(layer, kind="chunked", window=fields.need_int("attention_chunk_size"))
-    heads, dim = fields.maybe_int("num_global_key_value_heads"), fields.maybe_int("global_head_dim")
-    if heads or dim:
+    global_heads, global_dim = fields.maybe_int("num_global_key_value_heads"), fields.maybe_int("global_head_dim")
+    if global_heads or global_dim:
         layer = msgspec.structs.replace(
-            layer, num_kv_heads=heads or layer.num_kv_heads, key_dim=dim or layer.key_dim,
-            value_dim=dim or layer.value_dim,
+            layer, num_kv_heads=global_heads or layer.num_kv_heads, key_dim=global_dim or layer.key_dim,
+            value_dim=global_dim or layer.value_dim,
         )  # fmt: skip
     if fields.get("attention_k_eq_v"):
         fields.notes.append("attention_k_eq_v: engines still store K and V of global layers (K after rotary)")
