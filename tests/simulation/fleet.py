@@ -2,11 +2,12 @@
 
 The follower's rules and the registry are the product's, and so are ``look`` and ``decide``; replaced are the API server
 (whose events may be late, lost or in disorder, while a listing always tells the truth) and the scrape (which may fail).
-Checked at each decision: targets within bounds, one drain at a time, and never the last worker of a pool.
+Checked at each decision: targets within bounds, no drain before the pause after another is over, and never the last worker of a pool.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from kvbaton.plan.autoscale_demand import PoolPolicy, PoolSeen
@@ -161,6 +162,7 @@ class Autoscaler:
         self._state = ScalingState()
         self._watched: dict[Role, Watched] = {}
         self._starting: dict[Role, int] = {"prefill": 0, "decode": 0}
+        self._drained_s: dict[Role, float] = {}
         self.on = True
         world.loop.call_later(LOOK_S, self._look)
 
@@ -211,8 +213,13 @@ class Autoscaler:
             pool, have = POLICY.pools[role], seen[role].have
             if not (pool.minimum <= each.target <= pool.maximum or (not each.known and each.target == have)):
                 raise Violation(f"{role}: a target of {each.target} is out of bounds")
-            if each.drain > 1 or (each.drain and (each.add or not each.known or seen[role].draining)):
+            # One that drains may do so for longer than the pause: what is asked is that they do not leave all at once.
+            last_s = self._drained_s.get(role, -math.inf)
+            soon = self._world.loop.time() - last_s < POLICY.drain_pause_s
+            if each.drain > 1 or (each.drain and (each.add or not each.known or seen[role].starting or soon)):
                 raise Violation(f"{role}: more than one change at a time: {each}")
+            if each.drain:
+                self._drained_s[role] = self._world.loop.time()
             if have + each.add - each.drain < pool.minimum <= have:
                 raise Violation(f"{role}: {have} workers, and it drains below {pool.minimum}")
 

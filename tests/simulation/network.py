@@ -103,13 +103,20 @@ class Wire:
             other.on_closed()
 
     def release(self) -> None:
-        """Cuts were healed."""
+        """Cuts were healed: what was kept back comes soon, and before anything that is under way behind it."""
         for side in (0, 1):
-            if not self.network.is_cut(*self.way(side)):
-                held = self._held[side][:]
-                self._held[side].clear()
-                for what in held:
-                    self._send(side, what, True)
+            if self._held[side]:
+                network = self.network
+                network.loop.call_at(network.loop.time() + network.delay_s(*self.way(side)), self._let_go, side)
+
+    def _let_go(self, side: int) -> None:
+        if self.network.is_cut(*self.way(side)):
+            self.network.held[self] = None
+            return
+        held = self._held[side][:]
+        self._held[side].clear()
+        for what in held:
+            self._arrive(side, what)
 
     def break_off(self) -> None:
         """A reset: both ends hear of it, if they live."""
