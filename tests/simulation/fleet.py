@@ -2,7 +2,7 @@
 
 The follower's rules and the registry are the product's, and so are ``look`` and ``decide``; replaced are the API server
 (whose events may be late, lost or in disorder, while a listing always tells the truth) and the scrape (which may fail).
-Checked at each decision: targets within bounds, no drain before the pause after another is over, and never the last worker of a pool.
+Checked at each decision: targets within bounds, a pause between two drains, and never the last worker of a pool.
 """
 
 from __future__ import annotations
