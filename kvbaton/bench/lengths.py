@@ -34,11 +34,8 @@ def parse_lengths(text: str, field: str) -> Draw:
 def parse_classes(text: str) -> DrawPair:
     """A sampler of (prompt tokens, output tokens) that belong together, for traffic of several kinds."""
     try:
-        parts = [part.split("@") for part in text.split(",")]
-        if any(len(part) != 2 for part in parts):
-            raise ValueError("a class is INPUT:OUTPUT@SHARE, and classes are separated by commas")
-        pairs = [(int(input_), int(output)) for input_, output in (lengths.split(":") for lengths, _ in parts)]
-        shares = _shares([share for _, share in parts])
+        lengths, shares = _shared(text, "a class is INPUT:OUTPUT@SHARE, and classes are separated by commas")
+        pairs = [(int(input_), int(output)) for input_, output in (each.split(":") for each in lengths)]
         if min(min(pair) for pair in pairs) < 1:
             raise ValueError("a length is at least 1")
     except ValueError as error:
@@ -46,11 +43,15 @@ def parse_classes(text: str) -> DrawPair:
     return lambda random: random.choices(pairs, weights=shares)[0]
 
 
-def _shares(texts: list[str]) -> list[float]:
-    shares = [float(share) for share in texts]
+def _shared(text: str, form: str) -> tuple[list[str], list[float]]:
+    """What stands before and behind the @ of each part."""
+    parts = [part.split("@") for part in text.split(",")]
+    if any(len(part) != 2 for part in parts):
+        raise ValueError(form)
+    shares = [float(share) for _, share in parts]
     if not all(0 <= share < math.inf for share in shares) or sum(shares) <= 0:
         raise ValueError("shares are not negative, and one is above 0")
-    return shares
+    return [what for what, _ in parts], shares
 
 
 def _fixed(value: int) -> Draw:
@@ -74,11 +75,8 @@ def _distribution(kind: str, numbers: list[float]) -> Draw:
 
 
 def _mix(rest: str) -> Draw:
-    pairs = [part.split("@") for part in rest.split(",")]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError("a mix is LENGTH@SHARE, separated by commas")
-    lengths = [int(length) for length, _ in pairs]
-    shares = _shares([share for _, share in pairs])
+    texts, shares = _shared(rest, "a mix is LENGTH@SHARE, separated by commas")
+    lengths = [int(length) for length in texts]
     if min(lengths) < 1:
         raise ValueError("a length is at least 1")
     return lambda random: random.choices(lengths, weights=shares)[0]

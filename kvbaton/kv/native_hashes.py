@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from array import array
 
-from kvbaton.native_library import native_library
+from kvbaton.native_library import quick_library
 
 SLICE_BLOCKS = 2048
 MIN_BLOCKS = 4  # fewer are as fast without
@@ -20,12 +19,8 @@ MIN_BLOCKS = 4  # fewer are as fast without
 
 @functools.cache
 def _library() -> ctypes.PyDLL | None:
-    path = native_library(__file__, "_hashes")
-    if path is None or sys.byteorder != "little":
-        return None
-    try:
-        library = ctypes.PyDLL(str(path))
-    except OSError:
+    library = quick_library(__file__, "_hashes")
+    if library is None:
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.kvb_chain_hashes.argtypes = [ctypes.c_char_p, pointer, integer, integer, pointer]

@@ -12,11 +12,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import secrets
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 
-from kvbaton.native_library import native_library
+from kvbaton.native_library import quick_library
 
 SLICE_BYTES = 64 * 1024
 MAX_GAPS = 64  # unknown stretches of text that one call tells of
@@ -25,12 +24,8 @@ MAX_WORD_BYTES = 256
 
 @functools.cache
 def _library() -> ctypes.PyDLL | None:
-    path = native_library(__file__, "_words")
-    if path is None or sys.byteorder != "little":
-        return None
-    try:
-        library = ctypes.PyDLL(str(path))
-    except OSError:
+    library = quick_library(__file__, "_words")
+    if library is None:
         return None
     pointer, integer, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
     library.kvb_words_create.argtypes = [ctypes.c_uint64, integer]
