@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"  # sentencepiece's visible space
+MOST_MERGED = 2048  # pieces whose merges the library remembers: each may hold 8 KiB, and it would keep 10,000
 MOST_IDS = 1 << 24  # beyond it is a typing error, and a table of all tokens would fill the memory
 
 
@@ -43,6 +44,7 @@ class Tokenizer:
         self._library.no_truncation()
         self._library.no_padding()
         self._chat = chat
+        _bound_memory(self._library)
         self._words = WordCache.of(self._library, definition)
         self._segments = SegmentCache.of(self._library, definition, self._words)
         self.strips_first_space = _strips_first_space(definition)
@@ -241,6 +243,13 @@ def definition_path(path: Path) -> Path:
 
 def _object_in(path: Path) -> dict[str, Any]:
     return read_object(path, path.name)
+
+
+def _bound_memory(library: Library) -> None:
+    """Of strange words that are met once. Words that come again are remembered by ``WordCache``."""
+    resize = getattr(library.model, "_resize_cache", None)  # only some kinds of models have one
+    if resize is not None:
+        resize(MOST_MERGED)
 
 
 def _library(definition: Mapping[str, Any]) -> Library:

@@ -38,9 +38,9 @@ def chain_hashes(parent: bytes, tokens: array[int], block_size: int, hash_bytes:
     content = tokens.buffer_info()[0]
     for first in range(0, num_blocks, SLICE_BLOCKS):
         count = min(SLICE_BLOCKS, num_blocks - first)
-        found = ctypes.create_string_buffer(count * hash_bytes)
-        library.kvb_chain_hashes(parent, content + first * block_bytes, count, block_bytes, found)
-        raw = found.raw
+        found = array("B", bytes(count * hash_bytes))  # ctypes would make a class, and keep it, for each length
+        library.kvb_chain_hashes(parent, content + first * block_bytes, count, block_bytes, found.buffer_info()[0])
+        raw = found.tobytes()
         hashes += [raw[at : at + hash_bytes] for at in range(0, len(raw), hash_bytes)]
         parent = hashes[-1]
     return hashes

@@ -87,6 +87,6 @@ def ids_as_json(ids: array[int]) -> bytes:
     library = _library()
     if library is None or not ids:
         return str(ids.tolist()).encode()
-    text = ctypes.create_string_buffer(11 * len(ids) + 2)
-    size = library.kvb_ids_as_json(ids.buffer_info()[0], len(ids), text)
-    return text.raw[:size]
+    text = array("B", bytes(11 * len(ids) + 2))  # ctypes would make a class, and keep it, for each length
+    size: int = library.kvb_ids_as_json(ids.buffer_info()[0], len(ids), text.buffer_info()[0])
+    return memoryview(text)[:size].tobytes()

@@ -7,6 +7,8 @@ answer; leaving a call early closes its connection, which tells the worker; a ca
 timeout ends with an error; of an answer that is not taken at most ``HIGH_WATER_BYTES`` and one read are held; a kept
 connection that the worker closed before it said a byte of the answer costs nothing: the call is made once more, on a
 new one. Most likely it was closing when the call came; had the worker begun, it ends its work for a lost connection.
+Idle connections are closed and forgotten by a clock and not by the next call, so that nothing is left of a burst, nor
+of workers that are gone.
 Knows nothing about events, workers or retries; it follows no redirect, decompresses nothing and speaks no TLS.
 """
 
@@ -313,10 +315,12 @@ class _Call:
 class HttpClient:
     """Connections to any number of workers."""
 
-    def __init__(self, connect_timeout_s: float, stall_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, stall_timeout_s: float, keep_alive_s: float = KEEP_ALIVE_S) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
-        self._idle: dict[str, list[_Connection]] = {}
+        self._keep_alive_s = keep_alive_s
+        self._idle: dict[str, list[_Connection]] = {}  # by address; the one used last is the last
+        self._sweeping: asyncio.TimerHandle | None = None  # while anything is idle
         # By address, what a head begins with, and the headers it was made of: usually the same ones again.
         self._heads: dict[str, tuple[Mapping[str, str], str, bytes]] = {}
 
@@ -341,9 +345,6 @@ class HttpClient:
             connection = kept.pop()
             if connection.closed:
                 continue
-            if connection.loop.time() - connection.idle_since_s > KEEP_ALIVE_S:
-                connection.abort()  # and so are all below it
-                continue
             return connection
         return None
 
@@ -354,6 +355,8 @@ class HttpClient:
         if len(kept) >= MAX_IDLE:
             kept.pop(0).abort()
         kept.append(connection)
+        if self._sweeping is None:
+            self._sweeping = connection.loop.call_later(self._keep_alive_s, self._sweep)
 
     async def connect(self, origin: str) -> _Connection:
         host, _, port = origin.rpartition(":")
@@ -370,14 +373,35 @@ class HttpClient:
             raise aiohttp.ClientConnectorError(key, error) from error
         return connection
 
-    def drop(self, origin: str) -> None:
-        """Close what is idle to a worker that left."""
-        for connection in self._idle.pop(origin, ()):
-            connection.abort()
+    @property
+    def num_idle(self) -> int:
+        return sum(map(len, self._idle.values()))
+
+    def _sweep(self) -> None:
+        """Close what was idle for long, and forget it with what the workers closed."""
+        loop, self._sweeping = asyncio.get_running_loop(), None
+        since_s, oldest_s = loop.time() - self._keep_alive_s, loop.time()
+        for origin, kept in list(self._idle.items()):
+            fresh = [each for each in kept if not each.closed and each.idle_since_s > since_s]
+            for each in kept:
+                if each.idle_since_s <= since_s:
+                    each.abort()
+            if fresh:
+                kept[:] = fresh
+                oldest_s = min(oldest_s, fresh[0].idle_since_s)
+            else:
+                del self._idle[origin]
+        if self._idle:
+            self._sweeping = loop.call_at(oldest_s + self._keep_alive_s, self._sweep)
 
     def close(self) -> None:
-        for origin in list(self._idle):
-            self.drop(origin)
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
+        for kept in self._idle.values():
+            for connection in kept:
+                connection.abort()
+        self._idle.clear()
 
     async def __aenter__(self) -> HttpClient:
         return self

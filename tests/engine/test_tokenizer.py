@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import random
+import string
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,6 +125,15 @@ def test_output_that_continues_a_prompt_keeps_its_first_space(fallback_dir: Path
     ids = tokenizer.encode("he")
     assert tokenizer.decode(ids) == "he"
     assert Detokenizer(tokenizer).push(ids[0]) == " he"
+
+
+def test_strange_words_do_not_fill_the_memory(tiny_tokenizer: Tokenizer) -> None:
+    """The library would keep 8 KiB for each of ten thousand of them."""
+    rng, me = random.Random(0), psutil.Process()
+    before = me.memory_info().rss
+    for _ in range(8000):
+        tiny_tokenizer.encode("".join(rng.choices(string.ascii_lowercase, k=250)))
+    assert me.memory_info().rss - before < 30 * 1024 * 1024
 
 
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path, tiny_model_dir: Path) -> None:

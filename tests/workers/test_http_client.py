@@ -218,3 +218,30 @@ async def test_a_worker_that_died_of_a_call_is_not_asked_again(client: HttpClien
             pass
     assert num_calls == 2
     await server.wait_closed()
+
+
+@pytest.mark.parametrize("who_closes", ["we", "the worker"])
+async def test_nothing_is_left_of_idle_connections(who_closes: str) -> None:
+    """Of a burst, and of a worker that is gone and is never called again."""
+    ended: list[bytes] = []
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        if who_closes == "we":
+            ended.append(await reader.read(1))
+
+    async with HttpClient(2.0, 30.0, keep_alive_s=0.2) as client, listening(handler) as url:
+
+        async def call() -> bytes:
+            async with client.post(url + "/", data=b"", headers={}) as response:
+                await all_met.wait()  # so that each has a connection of its own
+                return await response.read()
+
+        all_met = asyncio.Barrier(5)
+        assert await asyncio.gather(*[call() for _ in range(5)]) == [b"ok"] * 5
+        assert client.num_idle or who_closes == "the worker"
+        async with asyncio.timeout(20.0):
+            while client.num_idle or (who_closes == "we" and len(ended) < 5):  # noqa: ASYNC110 (a clock does it)
+                await asyncio.sleep(0.02)
+    assert ended == ([b""] * 5 if who_closes == "we" else [])
