@@ -18,6 +18,8 @@ prefix index, fed by the block managers' events 50 ms late. Only the clock and t
     seeds   arrivals are moved within the traces' 3 s ticks by chance, and one long prompt more behind another changes
             the slowest 5%. Each figure is the mean over the seeds, the same ones for every policy. From eight seeds on
             the rivals' p95 over cost's comes with a 95% interval (seeds drawn again, 10,000 times).
+    static  a threshold from which on prompts are handed over. A colocated fleet hands nothing over, so there it is no
+            rival that anybody has: our own index and score without the costs, shown as a control.
 
 Exit code 1 when the hit rate of ``cost`` is below 90% of the bound or its p95 TTFT is not below each rival's.
 """
@@ -188,7 +190,8 @@ def table(rows: list[Row]) -> str:
         ours = next(r for r in rows if same_case(r, row) and r.policy == "cost")
         times = "" if row is ours else f"{row.ttft_p95_s / ours.ttft_p95_s:.3f}x{interval(row, ours)}"
         lines.append(
-            f"| {row.trace} | {row.fleet} | {row.load:g} | {row.rate_per_s:.1f} | {row.policy} | {row.hit:.1%} "
+            f"| {row.trace} | {row.fleet} | {row.load:g} | {row.rate_per_s:.1f} "
+            f"| {row.policy}{' (control)' if is_control(row) else ''} | {row.hit:.1%} "
             f"| {row.of_bound:.1%} of {row.bound:.1%} | {row.ttft_p50_s:.3f} s | {row.ttft_p95_s:.3f} s "
             f"| {row.ttft_floor_s:.3f} s | {times} "
             f"| {row.tpot_p95_s * 1e3:.1f} ms |"
@@ -210,6 +213,10 @@ def same_case(one: Row, other: Row) -> bool:
     return (one.trace, one.fleet, one.load) == (other.trace, other.fleet, other.load)
 
 
+def is_control(row: Row) -> bool:
+    return row.policy == "static" and row.fleet == "colocated"
+
+
 def failures(rows: list[Row]) -> list[str]:
     """Where the aim is missed."""
     found = []
@@ -220,7 +227,8 @@ def failures(rows: list[Row]) -> list[str]:
         if ours.of_bound < 0.9:
             found.append(f"{where}: hit rate {ours.hit:.1%} is {ours.of_bound:.1%} of the bound {ours.bound:.1%}")
         for rival in rows:
-            if same_case(ours, rival) and rival is not ours and ours.ttft_p95_s >= rival.ttft_p95_s:
+            beaten = rival is ours or is_control(rival) or ours.ttft_p95_s < rival.ttft_p95_s
+            if same_case(ours, rival) and not beaten:
                 found.append(f"{where}: p95 TTFT {ours.ttft_p95_s:.3f} s, {rival.policy} {rival.ttft_p95_s:.3f} s")
         if any(row.num_ok < row.num_requests for row in rows if same_case(ours, row)):
             found.append(f"{where}: requests were lost")

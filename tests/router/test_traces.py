@@ -85,14 +85,15 @@ def started(fleet: ProcessFleet, environ: dict[str, str]) -> Iterator[ProcessFle
 
 
 async def ask(fleet: ProcessFleet, headers: dict[str, str] | None = None, **body: Any) -> str:
-    """The request's id. A router that has just started has not heard of its workers yet."""
+    """The request's id. A router that has just started has not heard of its workers yet, or of one only."""
     wanted = {"prompt": LONG, "max_tokens": 6, "ignore_eos": True, "stream": True, **body}
     async with aiohttp.ClientSession() as http:
         async with asyncio.timeout(60):
             while True:
-                async with http.get(f"{fleet.router.url}/ready") as ready:
-                    if ready.status == 200:
-                        break
+                async with http.get(f"{fleet.router.url}/fleet") as page:
+                    members = (await page.json())["members"]
+                if members and {member["state"] for member in members} == {"up"}:
+                    break
         async with http.post(f"{fleet.router.url}/v1/completions", json=wanted, headers=headers) as answer:
             await answer.read()
             assert answer.status == 200
