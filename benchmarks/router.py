@@ -3,7 +3,8 @@
 Client and mock workers are native programs (``benchmarks/httpload``, compiled on first use) on the other core, far
 faster than either router; ``direct`` is the client against the mock without a router, in the same run. Both routers
 keep their defaults and write their logs to a file. vllm-router (Rust) is installed by
-``python -m benchmarks.peers.install vllm-router``.
+``python -m benchmarks.peers.install vllm-router``, and measured twice: with its default policy, ``cache_aware``, which
+like ours looks at prompts, and as ``vllm-router-rr`` with ``round_robin``, which looks at nothing.
 
 Each load goes to one router right after the other, so that a machine that wavers wavers for both.
 Workloads, each in a closed loop of 1, 16, 64 and 512 connections:
@@ -34,6 +35,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -165,17 +167,18 @@ def kvbaton(
 
 
 @contextmanager
-def vllm_router(folder: Path, ports: Ports) -> Iterator[psutil.Process]:
+def vllm_router(folder: Path, ports: Ports, policy: str) -> Iterator[psutil.Process]:
     (prometheus,) = free_ports(1)
     command = [
         peer("vllm-router").directory / "bin" / "vllm-router", "--vllm-pd-disaggregation",
         "--prefill", f"http://127.0.0.1:{ports.prefill}", "--decode", f"http://127.0.0.1:{ports.decode}",
-        "--policy", "round_robin", "--host", "127.0.0.1", "--port", str(ports.router),
+        "--policy", policy, "--host", "127.0.0.1", "--port", str(ports.router),
         "--prometheus-port", str(prometheus), "--worker-startup-check-interval", "1",
         "--max-concurrent-requests", "4096", "--queue-size", "4096",
     ]  # fmt: skip
-    with process(command, ROUTER_CPU, folder / "vllm-router.log") as running:
-        wait_for(f"http://127.0.0.1:{ports.router}/health", folder / "vllm-router.log", running)
+    log = folder / f"vllm-router-{policy}.log"
+    with process(command, ROUTER_CPU, log) as running:
+        wait_for(f"http://127.0.0.1:{ports.router}/health", log, running)
         yield running
 
 
@@ -184,7 +187,13 @@ def direct(folder: Path, ports: Ports) -> Iterator[None]:
     yield None
 
 
-ROUTERS: dict[str, Callable[[Path, Ports], Any]] = {"direct": direct, "kvbaton": kvbaton, "vllm-router": vllm_router}
+RIVALS = ("vllm-router", "vllm-router-rr")
+ROUTERS: dict[str, Callable[[Path, Ports], Any]] = {
+    "direct": direct,
+    "kvbaton": kvbaton,
+    RIVALS[0]: partial(vllm_router, policy="cache_aware"),
+    RIVALS[1]: partial(vllm_router, policy="round_robin"),
+}
 
 
 def request_body(workload: str, prompt: str, tokenizer: Tokenizer) -> tuple[str, str]:
@@ -259,7 +268,7 @@ def as_line(row: dict[str, Any]) -> str:
     per_unit_us = row["router_cpu_s"] * counted_s / row["wall_s"] / units * 1e6 if units else 0.0
     latency, first, chunk = row["latency_us"], row["first_us"], row["chunk_us"]
     return (
-        f"{row['router']:<12} {row['workload']:<9} {row['prompt']:<11} {row['connections']:>4}  "
+        f"{row['router']:<14} {row['workload']:<9} {row['prompt']:<11} {row['connections']:>4}  "
         f"{row['requests'] / counted_s:>8.0f} req/s  {row['chunks'] / counted_s:>8.0f} chunks/s  "
         f"latency {latency['p50'] / 1e3:>8.3f} {latency['p99'] / 1e3:>8.3f} ms  "
         f"first {first['p50'] / 1e3:>8.3f} {first['p99'] / 1e3:>8.3f} ms  "
@@ -269,11 +278,11 @@ def as_line(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: each router's rate, CPU and latencies, and kvbaton's rate over vllm-router's; medians of the rounds."""
+    """Markdown: each router's rate, CPU and latencies, and kvbaton's rate over its rivals'; medians of the rounds."""
     lines = [
-        "| workload | prompt | clients | router | rate /s | of vllm-router's | CPU us each | p50 ms | p99 ms "
-        "| added p50 ms |",
-        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
+        "| workload | prompt | clients | router | rate /s | of vllm-router's | of its round robin | CPU us each "
+        "| p50 ms | p99 ms | added p50 ms |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     found: dict[tuple[str, str, int, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -281,19 +290,24 @@ def table(rows: list[dict[str, Any]]) -> str:
     for (workload, prompt, connections, router), rounds in sorted(found.items(), key=lambda each: each[0][:3]):
         if router == "direct":
             continue
-        without, rivals = (found.get((workload, prompt, connections, name), []) for name in ("direct", "vllm-router"))
+        without, *rivals = (found.get((workload, prompt, connections, name), []) for name in ("direct", *RIVALS))
         kind = "chunk_us" if workload == "streams" else "latency_us"
-        ratios = [rate_of(own) / rate_of(rival) for own, rival in zip(rounds, rivals, strict=False) if rate_of(rival)]
-        ratio = f"{median(ratios):.2f}" if ratios and router == "kvbaton" else ""
+        ratio, of_round_robin = (times(rounds, rival) if router == "kvbaton" else "" for rival in rivals)
         p50_ms, p99_ms = (median([row[kind][share] for row in rounds]) / 1e3 for share in ("p50", "p99"))
         added = f"{p50_ms - median([row[kind]['p50'] for row in without]) / 1e3:.2f}" if without else ""
         rate = median([rate_of(row) for row in rounds])
         spent_us = median([row["router_cpu_s"] / row["wall_s"] / max(1e-9, rate_of(row)) * 1e6 for row in rounds])
         lines.append(
-            f"| {workload} | {prompt} | {connections} | {router} | {rate:,.0f} | {ratio} | {spent_us:,.0f} "
-            f"| {p50_ms:.2f} | {p99_ms:.2f} | {added} |"
+            f"| {workload} | {prompt} | {connections} | {router} | {rate:,.0f} | {ratio} | {of_round_robin} "
+            f"| {spent_us:,.0f} | {p50_ms:.2f} | {p99_ms:.2f} | {added} |"
         )
     return "\n".join(lines)
+
+
+def times(own: list[dict[str, Any]], rival: list[dict[str, Any]]) -> str:
+    """The median of the rounds' ratios."""
+    ratios = [rate_of(mine) / rate_of(its) for mine, its in zip(own, rival, strict=False) if rate_of(its)]
+    return f"{median(ratios):.2f}" if ratios else ""
 
 
 def rate_of(row: dict[str, Any]) -> float:

@@ -58,14 +58,28 @@ def test_bisection_finds_what_a_walk_finds(recorded: list[list[int]], asked: lis
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=40), max_size=20), st.lists(st.integers(0, 1), max_size=40))
-def test_eviction_leaves_no_holes(recorded: list[list[int]], asked: list[int]) -> None:
-    """Later blocks of a chain go first, so whatever is held of a chain is a prefix of it."""
+def test_what_is_held_of_a_chain_is_a_prefix_of_it(recorded: list[list[int]], asked: list[int]) -> None:
     index = RoutingHistory(4, 6)
     for tokens in recorded:
-        index.record("a", chain(tokens)[:6])
+        index.record("a", chain(tokens))
+        assert index.num_blocks("a") <= 6
+        assert index.matched_blocks("a", chain(tokens)) == min(6, len(chain(tokens))), "the last one is all there"
     hashes = chain(asked)
-    held = [h in index._held.get("a", {}) for h in hashes]
-    assert index.matched_blocks("a", hashes) == (held.index(False) if False in held else len(held))
+    depths = []
+    for generation in index._held.get("a", ()):
+        held = [h in generation for h in hashes]
+        depths.append(held.index(False) if False in held else len(held))
+        assert not any(held[depths[-1] :]), "a hole"
+    assert index.matched_blocks("a", hashes) == max(depths, default=0)
+
+
+def test_what_is_met_again_stays() -> None:
+    index = RoutingHistory(4, 64)
+    hot = chain([7] * 32)
+    for start in range(1000, 9000, 16):
+        index.record("a", chain(list(range(start, start + 16))))
+        index.record("a", hot)
+        assert index.matched_blocks("a", hot) == 8
 
 
 def test_a_small_cache_is_not_credited_with_more_than_it_holds() -> None:
