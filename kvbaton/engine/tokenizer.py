@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"  # sentencepiece's visible space
 MOST_MERGED = 2048  # pieces whose merges the library remembers: each may hold 8 KiB, and it would keep 10,000
+_STRANGE = "\ue000"  # for private use: in no vocabulary
 MOST_IDS = 1 << 24  # beyond it is a typing error, and a table of all tokens would fill the memory
 
 
@@ -256,7 +257,11 @@ def _library(definition: Mapping[str, Any]) -> Library:
     from tokenizers import Tokenizer as Library
 
     try:
-        return Library.from_str(json.dumps(definition))
+        library = Library.from_str(json.dumps(definition))
+        library.encode(
+            _STRANGE
+        )  # one whose token for what it does not know is missing takes no such text later, either
+        return library
     except BaseException as error:  # the library has no other type for what it cannot read, or panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

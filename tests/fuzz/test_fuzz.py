@@ -75,6 +75,9 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     ("tokenizer.json", json.dumps({"decoder": {"type": "ByteLevel"}, "model": {
         "type": "BPE", "vocab": {"a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]],
         "continuing_subword_prefix": "0/"}}).encode()),
+    # The token for what is not in the vocabulary is not in it either: every such text raised a plain Exception.
+    ("tokenizer.json", json.dumps({"decoder": {"type": "Fuse"}, "model": {
+        "type": "BPE", "vocab": {"a": 1, "b": 2}, "merges": [], "unk_token": "<s~"}}).encode()),
     ("SSE at the router", b'data: x\n\n\n:0 12\ndata: {}\n\n'),
     # A list of the blocks of 1e300 tokens.
     ("traces (jsonl)", b'{"timestamp": 0, "input_length": 1e300, "output_length": 1, "hash_ids": [0]}'),
