@@ -6,7 +6,8 @@
 ratio that a plan for chat would give. A real Prometheus (on the PATH) scrapes router and workers and evaluates the
 rules that ``kvbaton deploy`` writes, with windows of seconds in place of minutes. The traffic is Azure's conversation
 trace until half time and Mooncake's from then on: their requests in order, with lengths scaled to a model this small
-(--chat-scale, --documents-scale, --output-scale) and prompts of random words, which no cache has. So many users ask at
+(--chat-scale, --documents-scale, --output-scale, --documents-output-scale) and prompts of random words, which no cache
+has. So many users ask at
 once, each the next request when the last is answered: the traces' own arrivals would overload a machine of unknown
 speed, or leave it idle. How long this machine computes a prompt is measured first, and there are as many users with
 documents as keep one prefill worker waiting longer than prompts may wait (--documents-users sets them by hand).
@@ -52,8 +53,20 @@ GATES = Gates(
 ALERT = "KvbatonRatioDrift"
 CHAT, DOCUMENTS = "azure-llm-2023/AzureLLMInferenceTrace_conv.csv", "mooncake-fast25/conversation_trace.jsonl"
 QUEUE_DELAY_S = 6.0  # prompts may wait so long for their first step
+POOLS = (1, 2)
 UP = [
-    *("up", "--autoscale", "--prefill", "1", "--decode", "2", "--prefill-max", "3", "--decode-max", "2"),
+    *(
+        "up",
+        "--autoscale",
+        "--prefill",
+        str(POOLS[0]),
+        "--decode",
+        str(POOLS[1]),
+        "--prefill-max",
+        "3",
+        "--decode-max",
+        "2",
+    ),
     *("--threshold-tokens", "0", "--kv-memory", "512", "--threads", "1", "--plan-band", f"{BAND[0]:g},{BAND[1]:g}"),
     *("--scale-interval-s", "1", "--scale-queue-delay-s", f"{QUEUE_DELAY_S:g}", "--scale-sequences", "4"),
     *("--scale-shrink-after-s", "30", "--scale-start-s", "8", "--ttft-slo-s", "4", "--tpot-slo-s", "0.25"),
@@ -61,6 +74,7 @@ UP = [
 ]
 MOST_PROMPT, MOST_OUTPUT = 1700, 256  # of the model's 2048
 START_S, END_S, SCRAPE_S, RAMP_S = 240.0, 300.0, 2, 10.0
+REST_S = 20.0  # without a change of the pools
 PROBE_TOKENS = 256  # of the prompt that is timed
 OVERLOAD = 1.5  # a prompt is to wait so many times what it may: the queue is shorter while answers are written
 LEAST_USERS, MOST_USERS = 4, 16
@@ -76,7 +90,8 @@ class Shape(msgspec.Struct, frozen=True):
     chat_scale: float  # of prompts
     documents_users: int  # 0: as many as the machine's speed asks for
     documents_scale: float
-    output_scale: float
+    output_scale: float  # of answers to chat
+    documents_output_scale: float
     prompt_tokens_per_s: float = 0.0  # of one worker with nothing else to do, as measured
 
 
@@ -119,6 +134,19 @@ async def calibrated(url: str, shape: Shape, documents: Iterator[tuple[int, int]
     return msgspec.structs.replace(
         shape, documents_users=shape.documents_users or users, prompt_tokens_per_s=max(rates)
     )  # fmt: skip
+
+
+async def rested(url: str) -> None:
+    """Until the autoscaler has forgotten the prompts that were timed, and the pools are what they began with."""
+    since_s = time.monotonic()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http, asyncio.timeout(START_S):
+        while time.monotonic() - since_s < REST_S:
+            async with http.get(f"{url}/fleet") as answer:
+                members = (await answer.json())["members"]
+            up = [each["role"] for each in members if each["state"] == "up"]
+            if (up.count("prefill"), up.count("decode")) != POOLS or len(members) != sum(POOLS):
+                since_s = time.monotonic()
+            await asyncio.sleep(0.5)
 
 
 async def users(url: str, num: int, lengths: Iterator[tuple[int, int]], stop: asyncio.Event, run: Run) -> None:
@@ -273,7 +301,7 @@ class Run:
                         group.create_task(self._picture(name))
                 if now.at_s >= shape.half_s and not documents.is_set():
                     documents.set()
-                    longs = lengths_of(data / DOCUMENTS, shape.documents_scale, shape.output_scale)
+                    longs = lengths_of(data / DOCUMENTS, shape.documents_scale, shape.documents_output_scale)
                     group.create_task(users(url, shape.documents_users, longs, over, self))
                 if self._all_seen(now) or now.at_s > shape.half_s + shape.most_s:
                     await self._picture("after")
@@ -331,8 +359,9 @@ async def main(out: Path, data: Path, shape: Shape) -> int:
                 line = await up.stdout.readline()
             assert line, (folder / "up.err").read_text()
             fleet = json.loads(line)
-            longs = lengths_of(data / DOCUMENTS, shape.documents_scale, shape.output_scale)
+            longs = lengths_of(data / DOCUMENTS, shape.documents_scale, shape.documents_output_scale)
             shape = await calibrated(fleet["url"], shape, longs)
+            await rested(fleet["url"])
             run = Run(out, shape, fleet, up.pid, watcher, folder)
             await run.go(data)
         run.record.told = [each for each in (folder / "up.err").read_text().splitlines() if _TOLD.search(each)]
@@ -356,9 +385,10 @@ if __name__ == "__main__":
     parser.add_argument("--documents-users", type=int, default=0, help="0: by the machine's speed")
     parser.add_argument("--chat-scale", type=float, default=1 / 24, help="of prompt lengths")
     parser.add_argument("--documents-scale", type=float, default=1 / 8, help="of prompt lengths")
-    parser.add_argument("--output-scale", type=float, default=1 / 3)
+    parser.add_argument("--output-scale", type=float, default=1 / 3, help="of answers to chat")
+    parser.add_argument("--documents-output-scale", type=float, default=1 / 48, help="of answers about documents")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     wanted = Shape(given.half_s, given.most_s, given.chat_users, given.chat_scale, given.documents_users,
-                   given.documents_scale, given.output_scale)  # fmt: skip
+                   given.documents_scale, given.output_scale, given.documents_output_scale)  # fmt: skip
     sys.exit(asyncio.run(main(given.out, given.shared / "data", wanted)))
