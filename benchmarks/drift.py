@@ -364,7 +364,8 @@ async def main(out: Path, data: Path, shape: Shape) -> int:
             await rested(fleet["url"])
             run = Run(out, shape, fleet, up.pid, watcher, folder)
             await run.go(data)
-        run.record.told = [each for each in (folder / "up.err").read_text().splitlines() if _TOLD.search(each)]
+        said = (folder / "up.err").read_text().replace(f"{folder}/", "")
+        run.record.told = [each for each in said.splitlines() if _TOLD.search(each)]
     write(out, run.record, " ".join(["kvbaton", *UP[:-3]]))
     wrong = missed(run.record)
     for each in wrong:
