@@ -261,9 +261,24 @@ class _Rope:
 
     @classmethod
     def read(cls, config: JsonObject, head_dim: int) -> _Rope:
+        try:
+            with np.errstate(all="ignore"):
+                found = cls._read(config, head_dim)
+            sound = np.isfinite(found.inv_freq).all() and (found.inv_freq > 0).all()
+        except (ArithmeticError, ValueError):  # of a logarithm or a quotient
+            sound = False
+        if not sound or not math.isfinite(found.attention_factor):
+            fix = "one of them is far too large or small"
+            raise LocalError("the rope parameters give no frequencies", field="rope_parameters", fix=fix)
+        return found
+
+    @classmethod
+    def _read(cls, config: JsonObject, head_dim: int) -> _Rope:
         parameters = _rope_parameters(config)
         kind = parameters["rope_type"]
         theta = _rope_number(parameters, "rope_theta")
+        if theta <= 1.0:  # its powers would not be waves of different lengths
+            raise LocalError(f"rope_theta must exceed 1, got {theta:g}", field="rope_theta")
         max_positions = _positive_int(config, "max_position_embeddings")
         if kind in ("llama3", "yarn"):
             # An outer key wins over the inner one, as in transformers.
@@ -280,7 +295,7 @@ class _Rope:
             case "linear":
                 factor = _rope_number(parameters, "factor")
                 inv_freq = plain / np.float32(factor)
-                max_context = int(max_positions * factor)  # linear configs state the length before scaling
+                max_context = _stretched(max_positions, factor)  # linear configs state the length before scaling
             case "llama3":
                 inv_freq = _llama3_inv_freq(plain, parameters)
             case "yarn":
@@ -288,7 +303,8 @@ class _Rope:
                     parameters["factor"] = max_positions / parameters["original_max_position_embeddings"]
                 inv_freq = _yarn_inv_freq(theta, head_dim, parameters)
                 attention_factor = _yarn_attention_factor(parameters)
-                stretched = int(parameters["original_max_position_embeddings"] * _rope_number(parameters, "factor"))
+                original = _rope_number(parameters, "original_max_position_embeddings")
+                stretched = _stretched(original, _rope_number(parameters, "factor"))
                 max_context = max(max_positions, stretched)  # Qwen states the length before, others after scaling
             case _:
                 fix = f"this engine supports {', '.join(ROPE_TYPES)}"
@@ -323,6 +339,12 @@ def _rope_parameters(config: JsonObject) -> dict[str, Any]:
 
 def _rope_number(parameters: JsonObject, name: str) -> float:
     return _positive_number(parameters, name, where="the rope parameters")
+
+
+def _stretched(num_positions: float, factor: float) -> int:
+    if num_positions * factor > _MOST:
+        raise LocalError(f"factor {factor:g} makes {num_positions * factor:.3g} positions", field="factor")
+    return int(num_positions * factor)
 
 
 def _wave_powers(theta: float, head_dim: int) -> np.ndarray:
@@ -362,8 +384,10 @@ def _yarn_inv_freq(theta: float, head_dim: int, parameters: JsonObject) -> np.nd
     def dimension_of(num_rotations: float) -> float:
         return head_dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = dimension_of(parameters.get("beta_fast") or 32.0)
-    high = dimension_of(parameters.get("beta_slow") or 1.0)
+    low, high = (
+        dimension_of(_rope_number(parameters, name) if parameters.get(name) else usual)
+        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -385,5 +409,5 @@ def _yarn_attention_factor(parameters: JsonObject) -> float:
 
     mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if mscale and mscale_all:
-        return magnitude(mscale) / magnitude(mscale_all)
+        return magnitude(_rope_number(parameters, "mscale")) / magnitude(_rope_number(parameters, "mscale_all_dim"))
     return magnitude(1.0)

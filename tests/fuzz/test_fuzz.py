@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fuzz.model_targets import DEEPSEEK, LLAMA
+from fuzz.model_targets import DEEPSEEK, LLAMA, QWEN
 from fuzz.plain import try_inputs, try_one
 from fuzz.shapes import as_json, as_msgpack
 from fuzz.table import all_targets
@@ -75,6 +75,10 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     ("tokenizer.json", json.dumps({"decoder": {"type": "ByteLevel"}, "model": {
         "type": "BPE", "vocab": {"a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]],
         "continuing_subword_prefix": "0/"}}).encode()),
+    # A base of 1 has no logarithm to divide by; the same of numbers that overflow on the way, or are none.
+    *(("config.json (engine)", json.dumps({**QWEN, "rope_scaling": {"type": "yarn", **wrong}}).encode())
+      for wrong in ({"rope_theta": 1}, {"rope_theta": 1e300}, {"factor": 1e300}, {"beta_fast": 1e308},
+                    {"beta_fast": "x"}, {"mscale": "x", "mscale_all_dim": 1}, {"attention_factor": 1e-320})),
     # The token for what is not in the vocabulary is not in it either: every such text raised a plain Exception.
     ("tokenizer.json", json.dumps({"decoder": {"type": "Fuse"}, "model": {
         "type": "BPE", "vocab": {"a": 1, "b": 2}, "merges": [], "unk_token": "<s~"}}).encode()),
