@@ -146,7 +146,7 @@ def _print_kv(answer: KVAnswer, gpu_name: str) -> None:
 @click.argument("scenario", type=click.Path(dir_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 @click.option("--html", type=click.Path(dir_okay=False, writable=True), help="Also write a report: one offline file.")
-@click.option("--quick", is_flag=True, help="Fewer candidates, no sensitivity: minutes become seconds.")
+@click.option("--quick", is_flag=True, help="Fewer requests, candidates and runs: a rough answer sooner.")
 @click.option("--quiet", is_flag=True, help="No progress on stderr.")
 @refuses_bad_input
 def plan_command(scenario: str, as_json: bool, html: str | None, quick: bool, quiet: bool) -> None:

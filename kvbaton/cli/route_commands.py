@@ -15,7 +15,9 @@ import msgspec
 
 from kvbaton.types import LocalError
 
-_MILLISECONDS = ("overhead", "queue", "prefill", "exposed", "admission", "first_step", "ttft", "tpot", "harm", "cost")
+_MILLISECONDS = (
+    *("overhead", "queue", "prefill", "exposed", "admission", "first_step", "ttft", "tpot", "harm", "later", "cost"),
+)
 
 
 @click.command("route")
@@ -89,7 +91,8 @@ def _text(shown: Any) -> str:
     if record.placements:
         limits = record.config
         out += [
-            f"  limits: TTFT {limits.ttft_slo_s * 1e3:g} ms, TPOT {limits.tpot_slo_s * 1e3:g} ms; "
+            f"  limits: TTFT {limits.ttft_slo_s * 1e3:g} ms, TPOT {limits.tpot_slo_s * 1e3:g} ms, "
+            f"so a millisecond of TPOT costs {limits.ttft_slo_s / limits.tpot_slo_s:g} of TTFT; "
             f"the best {len(record.placements)} of {record.num_placements} placements, in ms:",
             "",
         ]

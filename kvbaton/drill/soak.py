@@ -185,7 +185,8 @@ class Soak:
             await asyncio.sleep(min(30.0, left_s))
             endings = Counter(each.ending for each in load.sent)
             told = ", ".join(f"{number} {ending}" for ending, number in sorted(endings.items()))
-            self.tell(f"{max(0.0, left_s):5.0f} s left, {sum(faults.struck.values())} faults, {told}")
+            left_s = max(0.0, began_s + lasts_s - stage.now_s())
+            self.tell(f"{left_s:5.0f} s left, {sum(faults.struck.values())} faults, {told}")
 
     async def rest(self, stage: Stage, before: dict[str, Held]) -> list[str]:
         """What is still held after long enough; empty as soon as nothing is."""

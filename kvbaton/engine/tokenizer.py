@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"  # sentencepiece's visible space
 MOST_MERGED = 2048  # pieces whose merges the library remembers: each may hold 8 KiB, and it would keep 10,000
-_STRANGE = "\ue000"  # for private use: in no vocabulary
+_STRANGE = "\ue000\U0001fa70"  # for private use, which some normalizers drop, and one that few vocabularies know
 MOST_IDS = 1 << 24  # beyond it is a typing error, and a table of all tokens would fill the memory
 
 
@@ -42,8 +42,6 @@ class Tokenizer:
 
     def __init__(self, definition: Mapping[str, Any], special_tokens: Mapping[str, str], chat: ChatTemplate | None):
         self._library = _library(definition)
-        self._library.no_truncation()
-        self._library.no_padding()
         self._chat = chat
         _bound_memory(self._library)
         self._words = WordCache.of(self._library, definition)
@@ -247,7 +245,7 @@ def _object_in(path: Path) -> dict[str, Any]:
 
 
 def _bound_memory(library: Library) -> None:
-    """Of strange words that are met once. Words that come again are remembered by ``WordCache``."""
+    """Of strange words that are met once. Words that come again are remembered by ``WordCache``, where there is one."""
     resize = getattr(library.model, "_resize_cache", None)  # only some kinds of models have one
     if resize is not None:
         resize(MOST_MERGED)

@@ -40,7 +40,10 @@ def _budget(sizer: Sizer, layout: Layout) -> Ranked:
         return []
     gain = max(alone.values()) / default - 1.0
     best = max(alone, key=lambda budget: alone[budget])
-    text = f"{gain:+.0%} goodput with {best:,} instead of {2048 if 2048 in alone else min(alone):,}"
+    text = (
+        f"{gain:+.0%} goodput of one worker with {best:,} instead of {2048 if 2048 in alone else min(alone):,}; "
+        f"the whole pool, which is what is compared, did best with {layout.decode_budget:,}"
+    )
     return [(gain, Suggestion("tune the chunk budget of the single pool", text, "simulated"))]
 
 
@@ -55,7 +58,10 @@ def _sharding(sizer: Sizer, layout: Layout) -> Ranked:
         return []
     best, worst = max(per_gpu, key=lambda s: per_gpu[s]), min(per_gpu, key=lambda s: per_gpu[s])
     gain = per_gpu[best] / per_gpu[worst] - 1.0
-    text = f"{gain:+.0%} goodput a GPU with {best.label} over {worst.label}"
+    text = (
+        f"{gain:+.0%} goodput a GPU, of one worker, with {best.label} over {worst.label}; "
+        f"the pool that is compared has {layout.decode_sharding.label}"
+    )
     return [(min(gain, 0.5), Suggestion("choose the parallelism of the single pool", text, "simulated"))]
 
 

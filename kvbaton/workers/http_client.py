@@ -321,6 +321,7 @@ class HttpClient:
         self._keep_alive_s = keep_alive_s
         self._idle: dict[str, list[_Connection]] = {}  # by address; the one used last is the last
         self._sweeping: asyncio.TimerHandle | None = None  # while anything is idle
+        self._closed = False
         # By address, what a head begins with, and the headers it was made of: usually the same ones again.
         self._heads: dict[str, tuple[Mapping[str, str], str, bytes]] = {}
 
@@ -345,10 +346,15 @@ class HttpClient:
             connection = kept.pop()
             if connection.closed:
                 continue
+            if connection.loop.time() - connection.idle_since_s > 2 * self._keep_alive_s:
+                connection.abort()  # no sweep came: the process stood still
+                continue
             return connection
         return None
 
     def keep(self, origin: str, connection: _Connection) -> None:
+        if self._closed:
+            connection.abort()
         if connection.closed:
             return
         kept = self._idle.setdefault(origin, [])
@@ -392,9 +398,13 @@ class HttpClient:
             else:
                 del self._idle[origin]
         if self._idle:
-            self._sweeping = loop.call_at(oldest_s + self._keep_alive_s, self._sweep)
+            # Not for each of a burst by itself: every sweep looks at all of them.
+            in_s = max(oldest_s + self._keep_alive_s - loop.time(), self._keep_alive_s / 8)
+            self._sweeping = loop.call_later(in_s, self._sweep)
 
     def close(self) -> None:
+        """For good: what calls are still open closes when they end."""
+        self._closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from random import Random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,20 +60,56 @@ def test_bisection_finds_what_a_walk_finds(recorded: list[list[int]], asked: lis
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 1), max_size=40), max_size=20), st.lists(st.integers(0, 1), max_size=40))
-def test_what_is_held_of_a_chain_is_a_prefix_of_it(recorded: list[list[int]], asked: list[int]) -> None:
-    index = RoutingHistory(4, 6)
-    for tokens in recorded:
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=60), st.integers(0, 1)), max_size=20),
+    st.lists(st.integers(0, 1), max_size=40),
+    st.integers(1, 24),
+)
+def test_what_is_held_of_a_chain_is_a_prefix_of_it(
+    recorded: list[tuple[list[int], int]], asked: list[int], limit: int
+) -> None:
+    index = RoutingHistory(4, limit)
+    for tokens, shrinks in recorded:
         index.record("a", chain(tokens))
-        assert index.num_blocks("a") <= 6
-        assert index.matched_blocks("a", chain(tokens)) == min(6, len(chain(tokens))), "the last one is all there"
-    hashes = chain(asked)
-    depths = []
-    for generation in index._held.get("a", ()):
-        held = [h in generation for h in hashes]
-        depths.append(held.index(False) if False in held else len(held))
-        assert not any(held[depths[-1] :]), "a hole"
-    assert index.matched_blocks("a", hashes) == max(depths, default=0)
+        assert index.num_blocks("a") <= limit
+        assert index.matched_blocks("a", chain(tokens)) == min(limit, len(chain(tokens))), "the last one is all there"
+        if shrinks:
+            limit = max(1, limit - 1)
+            index.limit("a", 4 * limit)
+            assert index.num_blocks("a") <= limit
+    generations = index._held.get("a", [])
+    assert len(set().union(*generations)) == index.num_blocks("a"), "a block counts once"
+    held = [any(h in generation for generation in generations) for h in chain(asked)]
+    depth = held.index(False) if False in held else len(held)
+    assert not any(held[depth:]), "a hole"
+    assert index.matched_blocks("a", chain(asked)) == depth
+
+
+def test_nothing_new_costs_nothing() -> None:
+    """A prompt shorter than a block, or one that is there, pushes nobody out."""
+    index = RoutingHistory(4, 1000)
+    others, long = [chain([n] * 400) for n in range(3)], chain([9] * 2400)
+    for each in (*others, long):
+        index.record("a", each)
+    for each in (long, [], long, chain([1, 2, 3])):
+        index.record("a", each)
+    assert [index.matched_blocks("a", each) for each in (*others, long)] == [100, 100, 100, 600]
+
+
+def test_little_is_lost_against_evicting_block_by_block() -> None:
+    rng = Random(1)
+    chains = [[rng.randbytes(16) for _ in range(rng.randint(20, 300))] for _ in range(20)]
+    index, lru, ours, best = RoutingHistory(4, 1000), OrderedDict[bytes, None](), 0, 0
+    for each in rng.choices(chains, [1 / (n + 1) for n in range(20)], k=1000):
+        ours += index.matched_blocks("a", each)
+        best += next((n for n, block in enumerate(each) if block not in lru), len(each))
+        index.record("a", each)
+        for block in reversed(each):
+            lru[block] = None
+            lru.move_to_end(block)
+        for _ in range(len(lru) - 1000):
+            lru.popitem(last=False)
+    assert ours > 0.9 * best > 0
 
 
 def test_what_is_met_again_stays() -> None:

@@ -245,3 +245,16 @@ async def test_nothing_is_left_of_idle_connections(who_closes: str) -> None:
             while client.num_idle or (who_closes == "we" and len(ended) < 5):  # noqa: ASYNC110 (a clock does it)
                 await asyncio.sleep(0.02)
     assert ended == ([b""] * 5 if who_closes == "we" else [])
+
+
+async def test_a_call_that_ends_after_close_leaves_nothing() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await reader.read(1)
+
+    async with HttpClient(2.0, 30.0) as client, listening(handler) as url:
+        async with client.post(url + "/", data=b"", headers={}) as response:
+            client.close()
+            assert await response.read() == b"ok"
+        assert client.num_idle == 0
