@@ -26,8 +26,8 @@ class RoutingHistory:
         self._held: dict[str, list[set[bytes]]] = {}
 
     def limit(self, worker: str, cache_tokens: int) -> None:
-        """What the worker's cache holds at most; 0: unknown."""
-        limit = min(self._max_blocks, cache_tokens // self.block_tokens or self._max_blocks)
+        """What the worker's cache holds at most; 0, or what is no size at all: unknown."""
+        limit = min(self._max_blocks, max(0, cache_tokens) // self.block_tokens or self._max_blocks)
         if self._limits.get(worker) != limit:
             self._limits[worker] = limit
             self._bound(worker)

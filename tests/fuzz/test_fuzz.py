@@ -75,6 +75,12 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     ("tokenizer.json", json.dumps({"decoder": {"type": "ByteLevel"}, "model": {
         "type": "BPE", "vocab": {"a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]],
         "continuing_subword_prefix": "0/"}}).encode()),
+    # A cache of a negative size, of a worker that sends no events.
+    ("what a worker says of itself", json.dumps({
+        "state": "serving", "role": "prefill", "model_id": "", "incarnation": "a", "max_context": 0, "kv_host": "a",
+        "fingerprint": {"protocol_version": 0, "model_revision": "r", "num_layers": 1, "num_kv_heads": 1, "head_dim": 8,
+                        "kv_dtype": "float32", "rope": ""},
+        "block_size": -(2**31), "kv_port": 23, "stats": {"num_blocks": 11}, "kv_events": False}).encode()),
     # A base of 1 has no logarithm to divide by; the same of numbers that overflow on the way, or are none.
     *(("config.json (engine)", json.dumps({**QWEN, "rope_scaling": {"type": "yarn", **wrong}}).encode())
       for wrong in ({"rope_theta": 1}, {"rope_theta": 1e300}, {"factor": 1e300}, {"beta_fast": 1e308},

@@ -85,6 +85,14 @@ def test_what_is_held_of_a_chain_is_a_prefix_of_it(
     assert index.matched_blocks("a", chain(asked)) == depth
 
 
+def test_a_size_that_makes_no_sense_is_none() -> None:
+    index = RoutingHistory(4, 100)
+    for nonsense in (-(2**31), -1, 0, 3):
+        index.record("a", chain(list(range(16))))
+        index.limit("a", nonsense)
+        assert index.matched_blocks("a", chain(list(range(16)))) == 4
+
+
 def test_nothing_new_costs_nothing() -> None:
     """A prompt shorter than a block, or one that is there, pushes nobody out."""
     index = RoutingHistory(4, 1000)
