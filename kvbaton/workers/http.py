@@ -422,9 +422,14 @@ def clean_request_id(value: bytes | None) -> str | None:
     """A client's X-Request-Id to echo; it is never used as a key. 400 when it is not something to echo."""
     if value is None:
         return None
-    if len(value) > 128 or not value.isascii() or not all(33 <= byte <= 126 and byte != 34 for byte in value):
+    if not is_header_word(value):
         raise bad_request("X-Request-Id must be at most 128 visible ASCII characters without quotes", "x-request-id")
     return value.decode("ascii")
+
+
+def is_header_word(value: bytes) -> bool:
+    """Whether it may be written into a header as it stands."""
+    return len(value) <= 128 and all(33 <= byte <= 126 and byte != 34 for byte in value)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -36,6 +36,7 @@ from kvbaton.workers.http import (
     Scope,
     Send,
     clean_request_id,
+    is_header_word,
     method_not_allowed,
     not_found,
 )
@@ -314,6 +315,8 @@ class WorkerServer:
         internal = request.internal
         if internal is not None and len(internal.prompt_token_ids) != max(1, len(request.prompts)):
             raise bad_request("kvbaton.prompt_token_ids must have one list for each prompt", "kvbaton")
+        if internal is not None and not is_header_word(internal.request_id.encode(errors="replace")):
+            raise bad_request("kvbaton.request_id must be at most 128 visible ASCII characters", "kvbaton")
         return internal
 
     @contextlib.contextmanager

@@ -75,6 +75,9 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     ("tokenizer.json", json.dumps({"decoder": {"type": "ByteLevel"}, "model": {
         "type": "BPE", "vocab": {"a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]],
         "continuing_subword_prefix": "0/"}}).encode()),
+    # The id of an internal call came back in a header, whatever was in it.
+    *(("internal calls", b'POST /v1/completions\n{"prompt": "a", "kvbaton": {"request_id": "' + wrong
+       + b'", "prompt_token_ids": [[1, 1, 2]], "prefill": null}}') for wrong in (b"\\u0000", b"\\r\\nx: y")),
     # A cache of a negative size, of a worker that sends no events.
     ("what a worker says of itself", json.dumps({
         "state": "serving", "role": "prefill", "model_id": "", "incarnation": "a", "max_context": 0, "kv_host": "a",
