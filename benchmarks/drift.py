@@ -7,10 +7,10 @@ ratio that a plan for chat would give. A real Prometheus (on the PATH) scrapes r
 rules that ``kvbaton deploy`` writes, with windows of seconds in place of minutes. The traffic is Azure's conversation
 trace until half time and Mooncake's from then on: their requests in order, with lengths scaled to a model this small
 (--chat-scale, --documents-scale, --output-scale, --documents-output-scale) and prompts of random words, which no cache
-has. So many users ask at
-once, each the next request when the last is answered: the traces' own arrivals would overload a machine of unknown
-speed, or leave it idle. How long this machine computes a prompt is measured first, and there are as many users with
-documents as keep one prefill worker waiting longer than prompts may wait (--documents-users sets them by hand).
+has. So many users ask at once, each the next request when the last is answered: the traces' own arrivals would overload
+a machine of unknown speed, or leave it idle. How long this machine computes a prompt is measured first, and there are
+as many users with documents as keep one prefill worker waiting longer than prompts may wait (--documents-users sets
+them by hand).
 
 What must happen, and exit code 1 if it does not: no alert on the ratio in the minute before half time, one after; the
 page and the router's gauge say so; a prefill worker is added, a decode worker drained; and no request fails.
@@ -55,18 +55,8 @@ CHAT, DOCUMENTS = "azure-llm-2023/AzureLLMInferenceTrace_conv.csv", "mooncake-fa
 QUEUE_DELAY_S = 6.0  # prompts may wait so long for their first step
 POOLS = (1, 2)
 UP = [
-    *(
-        "up",
-        "--autoscale",
-        "--prefill",
-        str(POOLS[0]),
-        "--decode",
-        str(POOLS[1]),
-        "--prefill-max",
-        "3",
-        "--decode-max",
-        "2",
-    ),
+    *("up", "--autoscale", "--prefill", str(POOLS[0]), "--decode", str(POOLS[1])),
+    *("--prefill-max", "3", "--decode-max", "2"),
     *("--threshold-tokens", "0", "--kv-memory", "512", "--threads", "1", "--plan-band", f"{BAND[0]:g},{BAND[1]:g}"),
     *("--scale-interval-s", "1", "--scale-queue-delay-s", f"{QUEUE_DELAY_S:g}", "--scale-sequences", "4"),
     *("--scale-shrink-after-s", "30", "--scale-start-s", "8", "--ttft-slo-s", "4", "--tpot-slo-s", "0.25"),

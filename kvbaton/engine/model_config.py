@@ -299,11 +299,11 @@ class _Rope:
             case "llama3":
                 inv_freq = _llama3_inv_freq(plain, parameters)
             case "yarn":
+                original = _rope_number(parameters, "original_max_position_embeddings")
                 if parameters.get("factor") is None:
-                    parameters["factor"] = max_positions / parameters["original_max_position_embeddings"]
+                    parameters["factor"] = max_positions / original
                 inv_freq = _yarn_inv_freq(theta, head_dim, parameters)
                 attention_factor = _yarn_attention_factor(parameters)
-                original = _rope_number(parameters, "original_max_position_embeddings")
                 stretched = _stretched(original, _rope_number(parameters, "factor"))
                 max_context = max(max_positions, stretched)  # Qwen states the length before, others after scaling
             case _:

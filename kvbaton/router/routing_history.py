@@ -57,6 +57,7 @@ class RoutingHistory:
         if known:
             for generation in held:
                 generation.difference_update(known)
+            held[1:] = [each for each in held[1:] if each]  # what was in them is younger now
         if not held or (held[0] and len(held[0]) + len(chain) > limit // GENERATIONS):
             held.insert(0, set())
         held[0].update(chain)
@@ -71,7 +72,6 @@ class RoutingHistory:
 
     def _bound(self, worker: str) -> None:
         held, limit = self._held.get(worker, []), self._limits.get(worker, self._max_blocks)
-        held[1:] = [each for each in held[1:] if each]  # what was in them is younger now
         while self.num_blocks(worker) > limit:
             held.pop()
 

@@ -87,7 +87,8 @@ FOUND: tuple[tuple[str, bytes], ...] = (
     # A base of 1 has no logarithm to divide by; the same of numbers that overflow on the way, or are none.
     *(("config.json (engine)", json.dumps({**QWEN, "rope_scaling": {"type": "yarn", **wrong}}).encode())
       for wrong in ({"rope_theta": 1}, {"rope_theta": 1e300}, {"factor": 1e300}, {"beta_fast": 1e308},
-                    {"beta_fast": "x"}, {"mscale": "x", "mscale_all_dim": 1}, {"attention_factor": 1e-320})),
+                    {"original_max_position_embeddings": "x"}, {"beta_fast": "x"},
+                    {"mscale": "x", "mscale_all_dim": 1}, {"attention_factor": 1e-320})),
     # The token for what is not in the vocabulary is not in it either: every such text raised a plain Exception.
     ("tokenizer.json", json.dumps({"decoder": {"type": "Fuse"}, "model": {
         "type": "BPE", "vocab": {"a": 1, "b": 2}, "merges": [], "unk_token": "<s~"}}).encode()),
