@@ -256,9 +256,8 @@ def _library(definition: Mapping[str, Any]) -> Library:
 
     try:
         library = Library.from_str(json.dumps(definition))
-        library.encode(
-            _STRANGE
-        )  # one whose token for what it does not know is missing takes no such text later, either
+        # One whose token for what it does not know is missing takes no such text later, either.
+        library.encode(_STRANGE)
         return library
     except BaseException as error:  # the library has no other type for what it cannot read, or panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
