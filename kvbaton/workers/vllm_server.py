@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import psutil
 
 from kvbaton.types import LocalError, RemoteError, Role
 from kvbaton.workers.socket_directory import SocketDirectory
@@ -155,6 +156,8 @@ class VllmServer:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._answers()
+            if not _has_cuda() and (moved := back_on_their_cores(self._process.pid, self.spec.cores)):
+                log.info("%d processes of vLLM had left their cores, and are back on them", len(moved))
         except TimeoutError:
             await self.stop()
             raise LocalError(f"vLLM did not come up in {timeout_s:.0f} s: {self._tail()}", field="engine") from None
@@ -201,6 +204,25 @@ class VllmServer:
                     await process.wait()
         if process.returncode is None:
             raise RemoteError("vLLM does not end")
+
+
+def back_on_their_cores(pid: int, cores: Sequence[int]) -> list[int]:
+    """The main thread of each process of that family which may run anywhere else may not any more; whose they are.
+
+    vLLM 0.32 with NixlConnector on a CPU binds every server's main thread, which computes, to the last core of each
+    NUMA node, whatever cores it was given: all servers of a machine would share that one.
+    """
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return []
+    moved = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        first = psutil.Process(pid)
+        for process in (first, *first.children(recursive=True)):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if not os.sched_getaffinity(process.pid) <= set(cores):
+                    os.sched_setaffinity(process.pid, cores)
+                    moved.append(process.pid)
+    return moved
 
 
 def _die_with_parent() -> None:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 from workers.scripted import until
@@ -21,6 +25,7 @@ from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, RemoteError, SamplingParams, TokenOutput
+from kvbaton.workers import vllm_server
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent
 from kvbaton.workers.vllm import VllmOptions, VllmWorker, request_body
 from kvbaton.workers.vllm_metrics import read_figures
@@ -411,6 +416,36 @@ async def test_a_server_that_ends_early_says_why(tmp_path: Path) -> None:
     assert caught.value.field == "engine" and not server.alive
     with pytest.raises(LocalError, match="there is no"):
         await VllmServer(make_spec(tmp_path, "/no/python")).start(60)
+
+
+STRAY_SERVER = """#!{python}
+import http.server, os, subprocess, sys
+program = "import os, sys; os.sched_setaffinity(0, {{{stray}}}); print(flush=True); sys.stdin.read()"
+child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()  # it is where vLLM would put it
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is the only one")
+async def test_a_server_that_leaves_its_cores_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "_has_cuda", lambda: False)
+    own, stray = sorted(os.sched_getaffinity(0))[:2]
+    program = tmp_path / "python"
+    program.write_text(STRAY_SERVER.format(python=sys.executable, stray=stray))
+    program.chmod(0o755)
+    spec = replace(make_spec(tmp_path, str(program)), cores=(own,), port=vllm_server.free_port("127.0.0.1"))
+    server = VllmServer(spec)
+    try:
+        await server.start(60)
+        assert server._process is not None
+        family = psutil.Process(server._process.pid).children(recursive=True)
+        assert [os.sched_getaffinity(process.pid) for process in family] == [{own}]
+    finally:
+        await server.stop()
 
 
 def test_settings_of_the_other_engine_are_refused_by_name(tiny_model_dir: Path) -> None:
