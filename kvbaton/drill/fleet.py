@@ -56,6 +56,11 @@ class Target:
         return self.engine == "embedded"
 
     @property
+    def wire(self) -> str:
+        """What KV goes over, in words."""
+        return self.transport if self.own_wire else f"what {self.engine} has for it"
+
+    @property
     def client_headers(self) -> dict[str, str]:
         """What its clients are known by."""
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -134,6 +139,7 @@ def _member(member: dict[str, Any]) -> MemberSeen:
         failures=member["failures"],
         computed_tokens=stats.get("num_prompt_tokens", 0),
         held={name: stats[name] for name in GAUGES if stats.get(name)},
+        received_bytes=stats.get("transfer_bytes_received", 0),
     )
 
 

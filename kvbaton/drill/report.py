@@ -20,7 +20,7 @@ from kvbaton.drill.verdict import Result
 
 HEAD = (
     "scenario", "result", "requests", "errors", "lost", "wrong", "detected s", "recovered s", "whole s",
-    "prefill wasted", "slowest s",
+    "prefill wasted", "KV moved MB", "slowest s",
 )  # fmt: skip
 MOST_REASONS = 5
 
@@ -41,6 +41,7 @@ class Line(msgspec.Struct, frozen=True):
     recover_s: tuple[float, float] | None
     whole_s: tuple[float, float] | None
     wasted_share: float  # of the prompt tokens computed while it was rehearsed
+    moved_bytes: int
     slowest_s: float
     skipped: str
 
@@ -81,6 +82,7 @@ def _line(name: str, mine: Sequence[Result]) -> Line:
         recover_s=_spread([result.recover_s for result in done]),
         whole_s=_spread([result.whole_s for result in done]),
         wasted_share=sum(result.wasted_tokens for result in done) / computed if computed else 0.0,
+        moved_bytes=sum(result.moved_bytes for result in done),
         slowest_s=max((result.slowest_s for result in done), default=0.0),
         skipped=next((result.skipped for result in mine if result.skipped), ""),
     )
@@ -107,6 +109,7 @@ def cells(line: Line) -> list[str]:
         spread(line.recover_s),
         spread(line.whole_s),
         f"{line.wasted_share:.1%}",
+        f"{line.moved_bytes / 1e6:,.0f}",
         f"{line.slowest_s:.1f}",
     ]
 
@@ -122,6 +125,8 @@ def sentence(record: DrillRecord) -> str:
         f"{verdict}: {len(done)} rehearsals, {failed} failed; {requests} requests, {wrong} wrong answers, {lost} lost, "
         f"{errors} answered with an error."
     )
+    if record.nothing_moved:
+        text += " No KV went from one worker to another: send longer prompts, or lower the router's threshold."
     if record.doubtful:
         text += f" The healthy fleet itself answers {len(record.doubtful)} prompts in two ways."
     return text + (f" It ended early: {record.stopped}." if record.stopped else "")
@@ -183,7 +188,8 @@ def _about(record: DrillRecord) -> str:
     settings = record.settings
     return (
         f"kvbaton {__version__}; fleet: {fleet}; KV over {record.transport}; {settings['num_runs']:g} runs, seed "
-        f"{settings['seed']:g}; {settings['rate_per_s']:g} requests/s and a canary every 0.3 s. "
+        f"{settings['seed']:g}; {settings['rate_per_s']:g} requests/s and a canary every "
+        f"{settings['canary_every_s']:g} s. "
         + "; ".join(f"{name} {value}" for name, value in record.machine.items() if name != "kvbaton")
     )
 

@@ -56,7 +56,7 @@ class DrillRecord(msgspec.Struct, frozen=True):
 
     settings: dict[str, float]
     fleet: dict[str, int]  # workers by role
-    transport: str
+    transport: str  # what KV goes over
     results: list[Result]
     doubtful: list[str]  # prompts that even the healthy fleet answers in two ways
     stopped: str = ""  # why it ended before its time
@@ -65,7 +65,15 @@ class DrillRecord(msgspec.Struct, frozen=True):
     @property
     def passed(self) -> bool:
         done = [result for result in self.results if not result.skipped]
-        return bool(done) and all(result.passed for result in done) and not self.stopped and not self.doubtful
+        good = all(result.passed for result in done) and not self.nothing_moved
+        return bool(done) and good and not self.stopped and not self.doubtful
+
+    @property
+    def nothing_moved(self) -> bool:
+        """Two pools, and no KV went from one to the other: whatever was rehearsed, it was not their hand-off."""
+        split = bool(self.fleet.get("prefill") and self.fleet.get("decode"))
+        done = [result for result in self.results if not result.skipped]
+        return split and bool(done) and not any(result.moved_bytes for result in done)
 
 
 async def drill(
@@ -90,7 +98,7 @@ async def drill(
 
     def record(why: str) -> DrillRecord:
         known = dict(sorted(roles.items()))
-        return DrillRecord(numbers, known, target.transport, [*results], doubtful, why, machine_of_the_drill())
+        return DrillRecord(numbers, known, target.wire, [*results], doubtful, why, machine_of_the_drill())
 
     deadline_s = settings.deadline_s * settings.patience
     async with Traffic(target.url, prompts, Stage.now_s, deadline_s, target.client_headers) as traffic:

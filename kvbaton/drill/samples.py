@@ -46,6 +46,7 @@ class MemberSeen(msgspec.Struct, frozen=True):
     failures: int
     computed_tokens: int
     held: dict[str, int]  # what it still holds, by gauge; empty when nothing
+    received_bytes: int = 0  # of KV from peers
 
 
 class FleetSeen(msgspec.Struct, frozen=True):

@@ -8,11 +8,11 @@ Knows nothing about how faults are made.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvbaton.drill.samples import FleetSeen, Sample, Story
+from kvbaton.drill.samples import FleetSeen, MemberSeen, Sample, Story
 
 
 class Promise(msgspec.Struct, frozen=True):
@@ -44,6 +44,7 @@ class Result(msgspec.Struct, frozen=True):
     left_over: list[str]
     evidence: list[str]
     skipped: str = ""  # why it could not be rehearsed here
+    moved_bytes: int = 0  # of KV, from worker to worker
 
 
 def skipped(name: str, run: int, seed: str, why: str) -> Result:
@@ -79,6 +80,7 @@ def judge(name: str, run: int, seed: str, promise: Promise, story: Story, patien
         slowest_s=round(max((sample.ended_s - sample.sent_s for sample in samples), default=0.0), 3),
         left_over=story.left_over,
         evidence=[f"{mark.at_s - story.begun_s:7.2f} s  {mark.what}" for mark in story.marks],
+        moved_bytes=moved_bytes(story.looks),
     )
 
 
@@ -159,6 +161,15 @@ def _differs(before: FleetSeen, now: FleetSeen) -> bool:
 
 def computed_tokens(looks: Sequence[FleetSeen]) -> int:
     """Prompt tokens computed by all workers, each life by itself. A life that ends counts up to its last look."""
+    return _grown(looks, lambda member: member.computed_tokens)
+
+
+def moved_bytes(looks: Sequence[FleetSeen]) -> int:
+    """Of KV that workers got from others, by their own count; lives as above."""
+    return _grown(looks, lambda member: member.received_bytes)
+
+
+def _grown(looks: Sequence[FleetSeen], total: Callable[[MemberSeen], int]) -> int:
     first: dict[tuple[str, str], int] = {}
     last: dict[tuple[str, str], int] = {}
     known: set[str] = set()
@@ -167,9 +178,9 @@ def computed_tokens(looks: Sequence[FleetSeen]) -> int:
             life = (name, member.incarnation)
             if life not in first:
                 # The first life of a name began before the drill looked; a later one began at zero.
-                first[life] = 0 if name in known else member.computed_tokens
+                first[life] = 0 if name in known else total(member)
                 known.add(name)
-            last[life] = member.computed_tokens
+            last[life] = total(member)
     return sum(last[life] - first[life] for life in last)
 
 

@@ -19,7 +19,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -35,7 +35,9 @@ from kvbaton.types import KvbatonError, LocalError
 
 _SPIN_S = 0.001  # a read of a few MiB inside a host or over RDMA is over by then
 _POLL_S = 0.0001
+_PROGRESS_WAIT_US = 1000  # of NIXL's own thread, which what arrives wakes anyway
 _GENERATION_BYTES = 8
+_MAKING_AGENTS = threading.Lock()
 
 Descriptor = tuple[int, int, int]  # address, bytes, device
 
@@ -45,7 +47,7 @@ class NixlPool:
 
     def __init__(self, pool: SharedPool, name: str) -> None:
         try:
-            from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+            from nixl import _api as nixl
         except ImportError as error:
             raise LocalError(
                 f"transport nixl needs NIXL, which cannot be imported: {error}",
@@ -53,14 +55,15 @@ class NixlPool:
                 fix="pip install 'kvbaton[nixl]', or use --transport auto",
             ) from error
         _log_like_the_rest()
-        config = nixl_agent_config(
+        config = nixl.nixl_agent_config(
             # Where reads are not one-sided by themselves (TCP), the side that is read has to take part.
             enable_prog_thread=True,
             backends=["UCX"],
-            sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         self.pool = pool
-        self._agent: Any = nixl_agent(name, config)
+        with _progress_waits(nixl):
+            self._agent: Any = nixl.nixl_agent(name, config)
         self.data_address = pool.buffer.ctypes.data
         self._generations = pool.generations.ctypes.data
         self._registered = self._agent.register_memory(
@@ -146,6 +149,32 @@ class NixlPool:
     def _release(self, handle: Any) -> None:
         with contextlib.suppress(Exception):  # it was cut off, and its agent frees it
             self._agent.release_xfer_handle(handle)
+
+
+@contextlib.contextmanager
+def _progress_waits(nixl: Any) -> Iterator[None]:
+    """Agents made meanwhile have a progress thread that waits.
+
+    The Python package sets its wait to zero, where none of its own settings reaches (1.5): the thread asks without end
+    whether something has come, and each worker would take a whole core for that. Where another version makes its agents
+    in another way, it stays as it is.
+    """
+    bindings = getattr(nixl, "nixlBind", None)
+    original = getattr(bindings, "nixlAgentConfig", None)
+    if not isinstance(original, type):
+        yield
+        return
+
+    class Waiting(original):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, _PROGRESS_WAIT_US if name == "pthrDelay" else value)
+
+    with _MAKING_AGENTS:
+        bindings.nixlAgentConfig = Waiting
+        try:
+            yield
+        finally:
+            bindings.nixlAgentConfig = original
 
 
 def _log_like_the_rest() -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from kvbaton.types import UNREADABLE, CapacityError, LocalError, RemoteError
+from kvbaton.types import UNREADABLE, CapacityError, LocalError, RemoteError, Role
 from kvbaton.workers.protocol import WorkerEvent, WorkerStats
 from kvbaton.workers.vllm_metrics import EngineFigures, FigureTable, read_figures
 from kvbaton.workers.vllm_stream import MAX_EVENT_BYTES, EventSplitter, message_of
@@ -25,6 +25,7 @@ from kvbaton.workers.vllm_stream import MAX_EVENT_BYTES, EventSplitter, message_
 log = logging.getLogger(__name__)
 SCRAPE_S = 0.25
 FIGURES_MAX_AGE_S = 5.0
+PROMPTS_REMEMBERED = 64
 _ANSWER_TIMEOUT_S = 5.0
 _ROOM_FIGURES = frozenset({"text", "num_running", "num_waiting"})
 _Answer = TypeVar("_Answer")
@@ -43,6 +44,10 @@ class EngineServer:
         self.num_done = 0  # remote requests that ended well
         self.num_failed = 0  # hand-offs that did not
         self.num_refused = 0  # for want of room, before anything was asked of anybody
+        self.prompt_tokens = 0.0  # of a prompt, in the mean of late
+        self._num_prompts = 0  # in that mean
+        self.busy_s = 0.0  # while it had requests, as far as the figures tell
+        self._scraped_at_s: float | None = None
         self._api_key = api_key
         self._table = table
         self._path = path
@@ -109,9 +114,21 @@ class EngineServer:
         status, raw = await self.get(self._path)
         if status != 200:
             raise RemoteError(f"the server answers {status} to {self._path}")
-        self.figures = read_figures(raw.decode(errors="replace"), self.figures, self._table)
+        before, self.figures = self.figures, read_figures(raw.decode(errors="replace"), self.figures, self._table)
+        self._learn(before, time.monotonic())
         if not _ROOM_FIGURES.intersection(self.figures.odd):
             self.figures_at_s = time.monotonic()
+
+    def _learn(self, before: EngineFigures, now_s: float) -> None:
+        """From two looks: how long prompts are, and for how long there was work."""
+        now, since_s, self._scraped_at_s = self.figures, self._scraped_at_s, now_s
+        num_fresh, num_tokens = now.num_prompts - before.num_prompts, now.num_prompts_tokens - before.num_prompts_tokens
+        if num_fresh > 0 and num_tokens > 0:  # below zero: another server
+            self._num_prompts = min(self._num_prompts + num_fresh, PROMPTS_REMEMBERED)
+            weight = min(1.0, num_fresh / self._num_prompts)
+            self.prompt_tokens += weight * (num_tokens / num_fresh - self.prompt_tokens)
+        if since_s is not None and now.num_running:
+            self.busy_s += now_s - since_s
 
     async def watch(self) -> None:
         """Survives whatever the server answers: without it no figure would ever change again."""
@@ -166,12 +183,24 @@ class EngineServer:
         except TimeoutError:
             raise CapacityError(f"the request's deadline of {deadline_s:.0f} s has passed", fix="retry later") from None
 
-    def stats(self) -> WorkerStats:
+    def stats(self, role: Role) -> WorkerStats:
+        """The load as its figures tell it, and estimates of what they do not tell, by which pools are scaled.
+
+        Prompt tokens not computed yet: of a server that only prefills, those of the requests there, half of them for
+        one that runs, at the mean length of late; of one that does both, of those that have not begun. What waits on a
+        decode server waits for KV. Busy with prefill: as long as a server that only prefills was seen to run something.
+        """
         figures = self.figures
+        if role == "prefill":
+            uncomputed = figures.num_waiting + figures.num_running / 2
+        else:
+            uncomputed = float(figures.num_waiting) if role == "both" else 0.0
         num_used = round(figures.num_blocks * figures.usage)
         return WorkerStats(
             num_waiting=figures.num_waiting,
             num_running=figures.num_running,
+            waiting_prompt_tokens=round(uncomputed * self.prompt_tokens),
+            prefill_busy_s=self.busy_s if role == "prefill" else 0.0,
             num_active=max(self.num_open, figures.num_running + figures.num_waiting),
             num_blocks=figures.num_blocks,
             num_blocks_used=num_used,

@@ -140,7 +140,7 @@ class SglangWorker:
         return role == self.role
 
     def stats(self) -> WorkerStats:
-        return self.engine.stats()
+        return self.engine.stats(self.role)
 
     # -- requests
 

@@ -150,7 +150,7 @@ class TrtllmWorker:
         return True
 
     def stats(self) -> WorkerStats:
-        return self.engine.stats()
+        return self.engine.stats(self.role)
 
     # -- requests
 

@@ -214,7 +214,7 @@ class VllmWorker:
         return True
 
     def stats(self) -> WorkerStats:
-        return self.engine.stats()
+        return self.engine.stats(self.role)
 
     # -- requests
 

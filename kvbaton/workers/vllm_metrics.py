@@ -53,6 +53,8 @@ VLLM = FigureTable(
         "num_bytes_received": (("vllm:nixl_bytes_transferred_sum", {}),),
         "num_failed_transfers": (("vllm:nixl_num_failed_transfers_total", {}),),
         "num_expired": (("vllm:nixl_num_kv_expired_reqs_total", {}),),
+        "num_prompts": (("vllm:request_prompt_tokens_count", {}),),
+        "num_prompts_tokens": (("vllm:request_prompt_tokens_sum", {}),),
     },
     "vllm:cache_config_info",
     {"num_blocks": "num_gpu_blocks", "block_size": "block_size"},
@@ -65,6 +67,8 @@ SGLANG = FigureTable(
         "num_computed_tokens": (("sglang:prompt_tokens_total", {}),),
         "num_cached_tokens": (("sglang:cached_tokens_total", {}),),
         "num_output_tokens": (("sglang:generation_tokens_total", {}),),
+        "num_prompts": (("sglang:num_requests_total", {}),),
+        "num_prompts_tokens": (("sglang:prompt_tokens_total", {}),),
     },
     "sglang:cache_config_info",
     {"num_blocks": "num_pages", "block_size": "page_size"},
@@ -76,6 +80,8 @@ TRTLLM = FigureTable(
         "usage": (("trtllm_kv_cache_utilization", {}),),
         "num_blocks": (("trtllm_kv_cache_max_blocks", {}),),
         "block_size": (("trtllm_kv_cache_tokens_per_block", {}),),
+        "num_prompts": (("trtllm_request_success_total", {}),),
+        "num_prompts_tokens": (("trtllm_prompt_tokens_total", {}),),
     }
 )
 _NAME = re.compile(r"[a-zA-Z_:][\w:]*")
@@ -99,6 +105,8 @@ class EngineFigures:
     num_bytes_received: int = 0
     num_failed_transfers: int = 0
     num_expired: int = 0
+    num_prompts: int = 0  # of requests that have ended
+    num_prompts_tokens: int = 0  # of those prompts
     num_blocks: int = 0
     block_size: int = 0
     missing: tuple[str, ...] = field(default=())

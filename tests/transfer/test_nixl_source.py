@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -48,6 +51,29 @@ async def copy(layout, generations):
         pool.close()
     assert not broken
     return error, landed, whole
+
+
+IDLE = """
+import os, time
+from prefill_process import make_pool
+from kvbaton.kv.layout import KVLayout
+from kvbaton.transfer.nixl_source import NixlPool
+pool = NixlPool(make_pool(KVLayout(2, 2, 8, 16, "bfloat16"), 4, named=False), "idle")
+began_s, cpu_s = time.monotonic(), time.process_time()
+time.sleep(2)  # what is measured, not waited for
+print("share", (time.process_time() - cpu_s) / (time.monotonic() - began_s), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.peer
+@needs_nixl
+def test_an_idle_agent_takes_no_core():
+    """One that asks without end takes all it can get; on a busy machine this may pass wrongly, but not fail."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("share")[-1]) < 0.1
 
 
 @pytest.mark.peer

@@ -347,6 +347,44 @@ async def test_figures_become_the_workers_load(pair: Pair) -> None:
     assert pair.worker.max_context == 64 and "vllm-0.32.0" in pair.worker.fingerprint.model_revision
 
 
+def prompts_text(num_running: int, num_waiting: int, num_prompts: int, num_tokens: int) -> str:
+    return (
+        f"vllm:num_requests_running {num_running}\nvllm:num_requests_waiting {num_waiting}\n"
+        f"vllm:request_prompt_tokens_count {num_prompts}\nvllm:request_prompt_tokens_sum {num_tokens}\n"
+    )
+
+
+async def test_what_a_prefill_pool_is_scaled_by_is_estimated(tiny_model_dir: Path) -> None:
+    """vLLM says how many requests wait, and not how long their prompts are."""
+    async with AsyncExitStack() as stack:
+        fake = FakeVllm()
+        fake.metrics = prompts_text(0, 0, 10, 4000)
+        host, port = await start(stack, fake)
+        options = VllmOptions(f"http://{host}:{port}", "prefill", "m")
+        worker = VllmWorker(options, ModelConfig.from_dir(tiny_model_dir), Tokenizer.load(tiny_model_dir))
+        stack.push_async_callback(worker.stop)
+        await worker.start()
+        assert (worker.stats().waiting_prompt_tokens, worker.stats().prefill_busy_s) == (0, 0.0)
+        fake.metrics = prompts_text(2, 3, 10, 4000)
+        await until(lambda: worker.stats().waiting_prompt_tokens == 4 * 400)
+        await until(lambda: worker.stats().prefill_busy_s > 0)
+        for role, expected in (("both", 3 * 400), ("decode", 0)):
+            await worker.switch_role(role, 1.0)  # type: ignore[arg-type]
+            assert worker.stats().waiting_prompt_tokens == expected and worker.stats().prefill_busy_s == 0
+        await worker.switch_role("prefill", 1.0)
+        fake.metrics = prompts_text(0, 1, 20, 4000 + 10 * 100)
+        await until(lambda: worker.stats().waiting_prompt_tokens == 250)  # the mean of both tens
+        fake.metrics = prompts_text(0, 1, 1000, 5000 + 980 * 50)
+        await until(lambda: worker.stats().waiting_prompt_tokens == 50)  # and no more than what came of late
+        fake.metrics = prompts_text(0, 2, 1, 700)  # started anew
+        await until(lambda: worker.stats().num_waiting == 2)
+        assert worker.stats().waiting_prompt_tokens == 100
+        busy_s = worker.stats().prefill_busy_s
+        fake.metrics = prompts_text(0, 0, 1, 700)
+        await until(lambda: worker.stats().num_waiting == 0)
+        assert worker.stats().prefill_busy_s == busy_s, "nothing ran"
+
+
 async def test_a_server_of_another_model_is_refused(tiny_model_dir: Path) -> None:
     async with AsyncExitStack() as stack:
         host, port = await start(stack, FakeVllm())
@@ -361,7 +399,8 @@ def test_older_names_are_read_and_missing_ones_are_named() -> None:
     figures = read_figures("vllm:gpu_cache_usage_perc 0.5\nvllm:prompt_tokens_total 9\n")
     assert (figures.usage, figures.num_computed_tokens) == (0.5, 9)
     assert {"num_running", "num_bytes_received"} <= set(figures.missing)
-    assert read_figures(METRICS).missing == ("num_preemptions", "num_failed_transfers", "num_expired")
+    missing = ("num_preemptions", "num_failed_transfers", "num_expired", "num_prompts", "num_prompts_tokens")
+    assert read_figures(METRICS).missing == missing
 
 
 def test_sampling_is_passed_on_and_stop_strings_are_ours() -> None:
