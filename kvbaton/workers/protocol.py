@@ -35,7 +35,7 @@ class Finished(msgspec.Struct, frozen=True):
     """Last event of a request that ended well."""
 
     transfer_bytes: int = 0
-    queue_s: float = 0.0
+    queue_s: float = 0.0  # 0: the engine does not tell, and so with those below
     prefill_s: float = 0.0
     transfer_s: float = 0.0  # from Start to the last byte
     exposed_s: float = 0.0  # last byte minus first token

@@ -342,8 +342,10 @@ class WorkerServer:
     def observe(self, report: RequestReport, trace_id: str = "") -> None:
         """Phase times of one finished request."""
         role, path, observe = self.worker.role, report.path, self.metrics.observe
-        observe("kvbaton_worker_queue_seconds", role, path, value=report.queue_s, trace_id=trace_id)
-        observe("kvbaton_worker_prefill_seconds", role, path, value=report.prefill_s, trace_id=trace_id)
+        if report.queue_s:  # other engines do not tell
+            observe("kvbaton_worker_queue_seconds", role, path, value=report.queue_s, trace_id=trace_id)
+        if report.prefill_s:
+            observe("kvbaton_worker_prefill_seconds", role, path, value=report.prefill_s, trace_id=trace_id)
         if report.transfer_bytes and report.transfer_s:  # of another engine's transfer nobody tells the time
             observe("kvbaton_worker_transfer_seconds", role, value=report.transfer_s, trace_id=trace_id)
             observe("kvbaton_worker_exposed_transfer_seconds", role, value=report.exposed_s, trace_id=trace_id)

@@ -19,7 +19,7 @@ from kvbaton.cli.drill_commands import up_flags
 from kvbaton.cli.main import main
 from kvbaton.drill import fleet
 from kvbaton.drill.killer import LocalProcesses
-from kvbaton.drill.report import summary_text, write_reports
+from kvbaton.drill.report import sentence, summary_text, write_reports
 from kvbaton.drill.run import DrillRecord, Settings, _lacking, _schedule, drill
 from kvbaton.drill.scenarios import BY_NAME, NEEDS, SCENARIOS, Scenario
 from kvbaton.drill.stage import Stage
@@ -79,6 +79,7 @@ async def test_a_drill_passes_what_is_right_and_nothing_else(tmp_path: Path, run
         result = by_name[scenario.name]
         assert result.passed and result.wrong == result.lost == 0, (result.reasons, result.evidence)
         assert result.recover_s is not None and result.evidence
+        assert result.moved_bytes > 0, "what broke was a fleet that hands over"
     assert by_name["decode-killed-streaming"].whole_s, "it was away for a while"
     assert "the fault did not strike" in by_name["never"].reasons
     assert by_name["tampered"].wrong and "wrong answer" in by_name["tampered"].reasons[0]
@@ -86,6 +87,10 @@ async def test_a_drill_passes_what_is_right_and_nothing_else(tmp_path: Path, run
 
     record = msgspec.structs.replace(record, results=[by_name[scenario.name] for scenario in scenarios])
     assert record.passed
+    idle = [msgspec.structs.replace(result, moved_bytes=0) for result in record.results]
+    still = msgspec.structs.replace(record, results=idle)
+    assert not still.passed and "No KV went from one worker to another" in sentence(still)
+    assert msgspec.structs.replace(still, fleet={"both": 3}).passed, "where there is nothing to hand over"
     paths = write_reports(record, tmp_path / "report")
     page = paths[2].read_text()
     saved = json.loads(paths[0].read_text())

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvbaton.drill.samples import FleetSeen, Mark, MemberSeen, Outcome, Sample, Story
-from kvbaton.drill.verdict import Promise, Result, computed_tokens, judge
+from kvbaton.drill.verdict import Promise, Result, computed_tokens, judge, moved_bytes
 
 
 def canary(sent_s: float, outcome: Outcome = "right", **fields: Any) -> Sample:
@@ -53,6 +53,14 @@ def test_a_good_story_passes_with_its_numbers() -> None:
     assert found.recover_s == 0.3, "the end of the first canary that was sent after the fault"
     assert (found.computed_tokens, found.wasted_tokens) == (30, 0)
     assert found.evidence == ["   1.00 s  SIGKILL to decode-0"]
+
+
+def test_bytes_count_for_each_life_by_itself() -> None:
+    def look(at_s: float, life: str, received: int) -> FleetSeen:
+        return FleetSeen(at_s, {"decode-0": MemberSeen("decode", "up", life, 0, 0, {}, received)})
+
+    looks = [look(0.0, "a", 1000), look(1.0, "a", 1300), FleetSeen(2.0, None), look(3.0, "b", 40), look(4.0, "b", 70)]
+    assert moved_bytes(looks) == 370 and judge("some", 0, "", Promise(""), story(looks=looks)).moved_bytes == 370
 
 
 @pytest.mark.parametrize(
