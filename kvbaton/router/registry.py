@@ -213,6 +213,8 @@ class Registry:
             member.state, member.reason = "draining", member.held_back
         elif info.state == "serving":
             member.state, member.reason = "up", "answers"
+        elif info.state == "disconnected":
+            member.state, member.reason = "down", "its engine's server refuses connections"
         else:
             member.state, member.reason = "draining", f"says it is {info.state}"
 

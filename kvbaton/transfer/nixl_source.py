@@ -159,8 +159,8 @@ def _progress_waits(nixl: Any) -> Iterator[None]:
     whether something has come, and each worker would take a whole core for that. Where another version makes its agents
     in another way, it stays as it is.
     """
-    bindings = getattr(nixl, "nixlBind", None)
-    original = getattr(bindings, "nixlAgentConfig", None)
+    bindings: Any = getattr(nixl, "nixlBind", None)
+    original: Any = getattr(bindings, "nixlAgentConfig", None)
     if not isinstance(original, type):
         yield
         return

@@ -15,6 +15,14 @@ MIN_SECRET_BYTES = 16
 VARIABLE = "KVBATON_INTERNAL_KEY"
 
 
+def is_wildcard(host: str) -> bool:
+    """Every address of this machine, which as the address of a peer means the machine that reads it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """True only if every address that ``host`` stands for is of this host alone. An empty host is every interface."""
     if not host:

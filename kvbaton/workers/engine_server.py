@@ -17,17 +17,20 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from kvbaton.types import UNREADABLE, CapacityError, LocalError, RemoteError, Role
-from kvbaton.workers.protocol import WorkerEvent, WorkerStats
+from kvbaton.types import UNREADABLE, CapacityError, LocalError, RemoteError, Role, TokenOutput
+from kvbaton.workers.protocol import PeerAddress, WorkerEvent, WorkerStats
 from kvbaton.workers.vllm_metrics import EngineFigures, FigureTable, read_figures
-from kvbaton.workers.vllm_stream import MAX_EVENT_BYTES, EventSplitter, message_of
+from kvbaton.workers.vllm_stream import MAX_EVENT_BYTES, EventSplitter, ServerError, message_of
 
 log = logging.getLogger(__name__)
 SCRAPE_S = 0.25
 FIGURES_MAX_AGE_S = 5.0
+MOST_LOST = 3
+REFUSALS = 2  # in a row, before its requests go elsewhere
 PROMPTS_REMEMBERED = 64
 _ANSWER_TIMEOUT_S = 5.0
-_ROOM_FIGURES = frozenset({"text", "num_running", "num_waiting"})
+_PEER_TIMEOUT_S = 1.0
+_ROOM_FIGURES = frozenset({"text", "num_running", "num_queued"})
 _Answer = TypeVar("_Answer")
 
 
@@ -54,6 +57,8 @@ class EngineServer:
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._trouble = ""  # with the figures, as last logged
+        self._num_refused_scrapes = 0  # in a row
+        self._num_lost = 0  # hand-offs of peers that were there, in a row
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -130,15 +135,23 @@ class EngineServer:
         if since_s is not None and now.num_running:
             self.busy_s += now_s - since_s
 
+    @property
+    def disconnected(self) -> bool:
+        """Nobody listens there. One that is too busy to answer is another matter."""
+        return self._num_refused_scrapes >= REFUSALS
+
     async def watch(self) -> None:
         """Survives whatever the server answers: without it no figure would ever change again."""
         while True:
             await asyncio.sleep(SCRAPE_S)
             try:
                 await self.scrape()
+                self._num_refused_scrapes = 0
                 odd = self.figures.odd
                 self._tell(f"these are odd: {', '.join(odd)}" if odd else "")
             except Exception as error:
+                refused = isinstance(error, aiohttp.ClientConnectorError)
+                self._num_refused_scrapes = self._num_refused_scrapes + 1 if refused else 0
                 self._tell(f"they cannot be read: {type(error).__name__}: {error}")
 
     def _tell(self, trouble: str) -> None:
@@ -161,7 +174,7 @@ class EngineServer:
         """CapacityError when a request would only wait, or a prefill be spent for nothing."""
         if self.num_open >= self._max_running + self._max_waiting:
             raise CapacityError("this worker's queue is full", fix="retry later")
-        if remote and (self.figures.num_waiting or self.num_open >= self._max_running):
+        if remote and (self.figures.num_queued or self.num_open >= self._max_running):
             self.num_refused += 1
             raise CapacityError("the decode server has no room", fix="retry later or elsewhere")
         if remote and time.monotonic() - self.figures_at_s > FIGURES_MAX_AGE_S:
@@ -182,6 +195,39 @@ class EngineServer:
                     self.num_open -= 1
         except TimeoutError:
             raise CapacityError(f"the request's deadline of {deadline_s:.0f} s has passed", fix="retry later") from None
+
+    async def handed_over(
+        self, events: AsyncGenerator[WorkerEvent, None], peer: PeerAddress
+    ) -> AsyncGenerator[WorkerEvent, None]:
+        """A decode that waits for KV of ``peer``, whose prefill has ended well.
+
+        An error of this server's before the first token means most often that the KV did not come (the peer died behind
+        its offer, say), which servers tell in no other way. That is RemoteError, so that the prompt is computed
+        somewhere else. After some in a row of peers that are there it is this server's own.
+        """
+        begun = False
+        async with contextlib.aclosing(events):
+            try:
+                async for event in events:
+                    begun = begun or isinstance(event, TokenOutput)
+                    yield event
+            except ServerError as error:
+                if begun:
+                    raise
+                if await self._is_there(peer):
+                    self._num_lost += 1
+                    if self._num_lost > MOST_LOST:
+                        raise
+                raise RemoteError(f"the KV that was offered did not come: {error}") from None
+        self._num_lost = 0
+
+    async def _is_there(self, peer: PeerAddress) -> bool:
+        """It answers, whatever."""
+        host = f"[{peer.host}]" if ":" in peer.host else peer.host
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with asyncio.timeout(_PEER_TIMEOUT_S), self.http.get(f"http://{host}:{peer.port}/health"):
+                return True
+        return False
 
     def stats(self, role: Role) -> WorkerStats:
         """The load as its figures tell it, and estimates of what they do not tell, by which pools are scaled.
@@ -256,4 +302,4 @@ def refusal(status: int, raw: bytes) -> LocalError:
         return LocalError(message, field="prompt")
     if status in (429, 503):
         return CapacityError(message, fix="retry later")
-    return LocalError(f"the server answers {status}: {message}")
+    return ServerError(f"the server answers {status}: {message}")

@@ -101,6 +101,9 @@ class Worker(Protocol):
     tokenizer: Tokenizer
     kv_events: KVEventLog | None  # None: this engine does not say what its prefix cache holds
 
+    @property
+    def disconnected(self) -> bool: ...  # the engine is a server of its own, and refuses connections
+
     async def start(self) -> None: ...
     async def drain(self, deadline_s: float) -> bool: ...
     async def stop(self) -> None: ...
@@ -156,7 +159,7 @@ class InternalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WorkerInfo(msgspec.Struct, frozen=True):
     """Answer of ``GET /internal/info``: who this worker is, and how busy."""
 
-    state: str  # starting | serving | draining
+    state: str  # starting | serving | draining | switching | disconnected (from the engine's server)
     role: Role
     model_id: str
     incarnation: str

@@ -183,8 +183,8 @@ class WorkerServer:
                 answer = {"status": "ok"}
             case "/ready":
                 self._need(exchange, "GET")
-                if self.state != "serving":
-                    raise unavailable(f"the worker is {self.state}", self.state)
+                if self.said_state != "serving":
+                    raise unavailable(f"the worker is {self.said_state}", self.said_state)
                 answer = {"status": "ready"}
             case "/version":
                 answer = self.version()
@@ -204,6 +204,11 @@ class WorkerServer:
         self._need(exchange, "GET")
         await exchange.answer(200, _ENCODER.encode(answer))
 
+    @property
+    def said_state(self) -> str:
+        """``state``, or that the engine's server is away: then requests go elsewhere, and come again with it."""
+        return "disconnected" if self.state == "serving" and self.worker.disconnected else self.state
+
     def _card(self) -> dict[str, object]:
         return model_card(self.model_name, self._created_s, self.max_context)
 
@@ -213,7 +218,7 @@ class WorkerServer:
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(
-            state=self.state,
+            state=self.said_state,
             role=self.worker.role,
             model_id=self.model_name,
             incarnation=self.worker.incarnation,
@@ -272,8 +277,9 @@ class WorkerServer:
         raw = await exchange.read_body(options.max_body_bytes, options.body_timeout_s)
         request = parse(endpoint, raw, options.limits, from_router=self._has_key(exchange))
         internal = self._internal(request)
-        if self.state != "serving":
-            raise unavailable(f"the worker is {self.state}", "draining" if self.state == "switching" else self.state)
+        state = self.said_state
+        if state != "serving":
+            raise unavailable(f"the worker is {state}", "draining" if state == "switching" else state)
         if request.model is not None and request.model != self.model_name:
             raise model_not_found(request.model, self.model_name)
         request_id = internal.request_id if internal is not None else secrets.token_hex(12)

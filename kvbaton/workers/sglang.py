@@ -115,6 +115,10 @@ class SglangWorker:
         raise RemoteError(f"the server does not say what it is: it answers {status} to {path}")
 
     @property
+    def disconnected(self) -> bool:
+        return self.engine.disconnected
+
+    @property
     def alive(self) -> bool:
         return True
 

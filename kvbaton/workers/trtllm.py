@@ -124,6 +124,10 @@ class TrtllmWorker:
         self._watching = asyncio.create_task(self.engine.watch())
 
     @property
+    def disconnected(self) -> bool:
+        return self.engine.disconnected
+
+    @property
     def alive(self) -> bool:
         return True
 
@@ -195,9 +199,16 @@ class TrtllmWorker:
                 yield output
             yield Finished(prefill_s=prefilled_s)  # nothing moved: there was nothing left to do
             return
-        async with contextlib.aclosing(self._generate(request, body, admitted)) as events:
-            async for event in events:
-                yield msgspec.structs.replace(event, prefill_s=prefilled_s) if isinstance(event, Finished) else event
+        generating = self.engine.handed_over(self._generate(request, body, admitted), prefill)
+        try:
+            async with contextlib.aclosing(generating) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        event = msgspec.structs.replace(event, prefill_s=prefilled_s)
+                    yield event
+        except RemoteError:
+            self.engine.num_failed += 1
+            raise
         self.engine.num_done += 1
 
     async def _context(self, body: dict[str, Any], url: str) -> _ContextAnswer:

@@ -186,6 +186,10 @@ class VllmWorker:
         self._tasks.append(asyncio.create_task(self.follower.run()))
 
     @property
+    def disconnected(self) -> bool:
+        return self.engine.disconnected
+
+    @property
     def alive(self) -> bool:
         return self._server is None or self._server.alive
 
@@ -236,12 +240,17 @@ class VllmWorker:
         started_s = time.monotonic()
         transfer, lease = await self._prefill(request, prefill, body)
         prefilled_s = time.monotonic() - started_s
-        async with contextlib.aclosing(self._decode(request, body, transfer, lease)) as events:
-            async for event in events:
-                if isinstance(event, Finished):
-                    self.engine.num_done += 1
-                    event = msgspec.structs.replace(event, prefill_s=prefilled_s)
-                yield event
+        decoding = self.engine.handed_over(self._decode(request, body, transfer, lease), prefill)
+        try:
+            async with contextlib.aclosing(decoding) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        self.engine.num_done += 1
+                        event = msgspec.structs.replace(event, prefill_s=prefilled_s)
+                    yield event
+        except RemoteError:
+            self.engine.num_failed += 1
+            raise
 
     async def _prefill(
         self, request: GenerateRequest, prefill: PeerAddress, body: dict[str, Any]
@@ -300,7 +309,8 @@ class VllmWorker:
         try:
             transfer = await self.mooncake.transfer(self.engine, prefill)
             decoding = self._decode(request, body, transfer.pull, lease)
-            async with contextlib.aclosing(both_legs(ask(transfer), decoding)) as events:
+            legs = self.engine.handed_over(both_legs(ask(transfer), decoding), prefill)
+            async with contextlib.aclosing(legs) as events:
                 async for event in events:
                     if isinstance(event, Finished):
                         event = msgspec.structs.replace(event, prefill_s=prefilled_s)

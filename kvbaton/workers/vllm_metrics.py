@@ -35,6 +35,11 @@ VLLM = FigureTable(
     {
         "num_running": (("vllm:num_requests_running", {}),),
         "num_waiting": (("vllm:num_requests_waiting", {}),),
+        # Without those that wait for their KV.
+        "num_queued": (
+            ("vllm:num_requests_waiting_by_reason", {"reason": "capacity"}),
+            ("vllm:num_requests_waiting", {}),
+        ),
         "usage": (("vllm:kv_cache_usage_perc", {}), ("vllm:gpu_cache_usage_perc", {})),
         "num_computed_tokens": (
             ("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}),
@@ -63,6 +68,7 @@ SGLANG = FigureTable(
     {
         "num_running": (("sglang:num_running_reqs", {}),),
         "num_waiting": (("sglang:num_queue_reqs", {}),),
+        "num_queued": (("sglang:num_queue_reqs", {}),),
         "usage": (("sglang:token_usage", {}),),
         "num_computed_tokens": (("sglang:prompt_tokens_total", {}),),
         "num_cached_tokens": (("sglang:cached_tokens_total", {}),),
@@ -77,6 +83,7 @@ TRTLLM = FigureTable(
     {
         "num_running": (("trtllm_num_requests_running", {}),),
         "num_waiting": (("trtllm_num_requests_waiting", {}),),
+        "num_queued": (("trtllm_num_requests_waiting", {}),),
         "usage": (("trtllm_kv_cache_utilization", {}),),
         "num_blocks": (("trtllm_kv_cache_max_blocks", {}),),
         "block_size": (("trtllm_kv_cache_tokens_per_block", {}),),
@@ -96,6 +103,7 @@ class EngineFigures:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_queued: int = 0  # of those, for want of room
     usage: float = 0.0  # share of KV blocks in use
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0

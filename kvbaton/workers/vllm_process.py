@@ -14,6 +14,7 @@ from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.engine.weights import default_model_dir
+from kvbaton.transfer.reach import is_wildcard
 from kvbaton.types import LocalError
 from kvbaton.workers.process import DEFAULT_KV_MIB
 from kvbaton.workers.socket_directory import SocketDirectory, sweep
@@ -70,6 +71,9 @@ def _spec(
     model: ModelSettings, settings: WorkerSettings, model_dir: Path, name: str, max_context: int, api_key: str
 ) -> ServerSpec:
     host = settings.kv_host or settings.host
+    if settings.role != "decode" and is_wildcard(host):
+        fix = "give --kv-host ADDRESS, as other hosts reach this one"
+        raise LocalError(f"peers would be sent to {host} for KV, which each takes for itself", field="kv_host", fix=fix)
     log_path = settings.engine_log or os.path.join(tempfile.gettempdir(), f"kvbaton-vllm-{os.getpid()}.log")
     return ServerSpec(
         python=settings.engine_python,

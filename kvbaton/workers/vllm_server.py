@@ -57,6 +57,8 @@ class ServerSpec:
 
     def command(self) -> list[str]:
         transfer = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[self.role]}
+        # What fails is told, counted and tried elsewhere by the router; unasked, versions differ in what they do.
+        transfer["kv_load_failure_policy"] = "fail"
         if not _has_cuda():
             transfer["kv_buffer_device"] = "cpu"
         events = [] if self.endpoints is None else ["--kv-events-config", json.dumps(self._events(self.endpoints))]

@@ -78,6 +78,10 @@ class EventSplitter:
             raise LocalError(f"the server sent an event of more than {self._max_bytes} bytes")
 
 
+class ServerError(LocalError):
+    """The server says itself that it could not finish this request."""
+
+
 class TokenReader:
     """The tokens of one answer.
 
@@ -123,7 +127,7 @@ class TokenReader:
 
     def _check(self, ids: list[int], reason: str | None) -> None:
         if reason is not None and reason not in _REASONS:
-            raise LocalError(f"the server broke the answer off: finish reason {reason[:40]!r}")
+            raise ServerError(f"the server broke the answer off: finish reason {reason[:40]!r}")
         if self.finished and (ids or reason is not None):
             raise LocalError("the server goes on after the last token")
         if self._num_tokens + len(ids) > self._max_tokens:

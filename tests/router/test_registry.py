@@ -135,6 +135,7 @@ def test_the_last_of_a_role_is_used_even_in_quarantine(registry: Registry) -> No
         ({"role": "prefill"}, "mismatch"),
         ({"model_id": "other"}, "mismatch"),
         ({"state": "draining"}, "draining"),
+        ({"state": "disconnected"}, "down"),
         ({}, "up"),
     ],
 )

@@ -32,6 +32,7 @@ class ScriptedWorker:
         self.num_open = 0
         self.max_open = 10**9
         self.num_cancelled = 0
+        self.disconnected = False
 
     async def start(self) -> None: ...
 

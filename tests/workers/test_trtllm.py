@@ -221,7 +221,7 @@ async def test_a_local_request_is_one_call(pair: Pair) -> None:
     assert events[0] == Admitted(4, 0) and events[-1] == Finished(num_cached_tokens=2)
 
 
-@pytest.mark.parametrize(("status", "kind"), [(400, LocalError), (429, CapacityError), (500, LocalError)])
+@pytest.mark.parametrize(("status", "kind"), [(400, LocalError), (429, CapacityError), (500, RemoteError)])
 async def test_a_refusal_of_generation_is_told(pair: Pair, status: int, kind: type[Exception]) -> None:
     pair.generation.status = status
     with pytest.raises(kind, match="it broke"):

@@ -16,17 +16,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 from aiohttp import web
-from workers.scripted import until
+from workers.scripted import serving, until
 
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, RemoteError, SamplingParams, TokenOutput
 from kvbaton.workers import vllm_server
+from kvbaton.workers.engine_server import MOST_LOST
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent
+from kvbaton.workers.server import ServerOptions, WorkerServer
 from kvbaton.workers.vllm import VllmOptions, VllmWorker, request_body
 from kvbaton.workers.vllm_metrics import read_figures
 from kvbaton.workers.vllm_process import make_vllm_worker
@@ -67,6 +70,7 @@ class FakeVllm:
         self.num_open = 0
         self.metrics = METRICS
         self.stream: bytes | None = None  # instead of an answer
+        self.died = False  # whoever asks now is cut off
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
@@ -132,7 +136,14 @@ class FakeVllm:
         async def metrics(request: web.Request) -> web.Response:
             return web.Response(text=self.metrics)
 
+        async def health(request: web.Request) -> web.Response:
+            if self.died:
+                assert request.transport is not None
+                request.transport.abort()
+            return web.Response()
+
         app = web.Application()
+        app.router.add_get("/health", health)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_get("/v1/models", models)
         app.router.add_get("/version", version)
@@ -155,11 +166,11 @@ def make_request(**sampling: Any) -> GenerateRequest:
     return GenerateRequest("r1", (5, 6, 7, 8), SamplingParams(**{"max_tokens": 3, **sampling}), eos_token_ids=(2,))
 
 
-async def start(stack: AsyncExitStack, fake: FakeVllm) -> tuple[str, int]:
+async def start(stack: AsyncExitStack, fake: FakeVllm, port: int = 0) -> tuple[str, int]:
     runner = web.AppRunner(fake.app(), shutdown_timeout=1, handler_cancellation=True)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
     await site.start()
     host, port = runner.addresses[0][:2]
     return host, port
@@ -284,6 +295,43 @@ async def test_a_refusal_of_the_decode_server_is_told(pair: Pair, status: int) -
         await pair.run()
 
 
+LOST = b'data: {"error":{"message":"Internal server error","code":500}}\n\n'
+TOKEN = b'data: {"choices":[{"token_ids":[11]}]}\n\n'
+
+
+@pytest.mark.parametrize("answer", [LOST, b'data: {"choices":[{"token_ids":[],"finish_reason":"error"}]}\n\n'])
+async def test_kv_that_does_not_come_is_the_peers_fault(pair: Pair, answer: bytes) -> None:
+    """vLLM says of a pull that failed no more than that something did: as decode's fault it would end the request."""
+    pair.decode.stream = answer
+    with pytest.raises(RemoteError, match="did not come"):
+        await pair.run()
+    assert pair.worker.stats().num_transfer_failures == 1
+    pair.decode.stream = TOKEN + answer
+    with pytest.raises(LocalError):
+        await pair.run()  # it had the KV: there is an answer to be continued
+    pair.decode.stream = answer
+    with pytest.raises(LocalError):
+        await pair.run(remote=False)
+
+
+async def test_a_decode_server_that_gets_no_kv_of_anybody_is_to_blame(pair: Pair) -> None:
+    pair.decode.stream = LOST
+    for _ in range(MOST_LOST):
+        with pytest.raises(RemoteError):
+            await pair.run()
+    with pytest.raises(LocalError, match="Internal server error"):
+        await pair.run()
+    pair.decode.stream = None
+    assert await pair.run()
+    pair.decode.stream = LOST
+    with pytest.raises(RemoteError):
+        await pair.run()
+    pair.prefill.died = True  # behind its offers
+    for _ in range(MOST_LOST + 1):
+        with pytest.raises(RemoteError, match="did not come"):
+            await pair.run()
+
+
 async def test_a_stream_that_is_cut_is_an_error(pair: Pair) -> None:
     pair.decode.cut_after = 1
     with pytest.raises(LocalError, match="went away"):
@@ -385,6 +433,48 @@ async def test_what_a_prefill_pool_is_scaled_by_is_estimated(tiny_model_dir: Pat
         assert worker.stats().prefill_busy_s == busy_s, "nothing ran"
 
 
+async def test_a_worker_whose_server_is_away_is_not_ready_until_it_is_back(tiny_model_dir: Path) -> None:
+    """A server that somebody else started: nobody here would notice its death otherwise."""
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(AsyncExitStack())
+        host, port = await start(first, FakeVllm())
+        options = VllmOptions(f"http://{host}:{port}", "both", "m")
+        worker = VllmWorker(options, ModelConfig.from_dir(tiny_model_dir), Tokenizer.load(tiny_model_dir))
+        stack.push_async_callback(worker.stop)
+        await worker.start()
+        app = WorkerServer(worker, ServerOptions(block_size=16, model_name="m", internal_key="k" * 20))
+        url = await stack.enter_async_context(serving(app))
+        async with aiohttp.ClientSession(url) as http:
+
+            async def ready() -> int:
+                async with http.get("/ready") as response:
+                    return response.status
+
+            assert await ready() == 200
+            await first.aclose()
+            await until(lambda: worker.disconnected)
+            assert app.info().state == "disconnected" and await ready() == 503
+            async with http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}) as response:
+                assert response.status == 503 and "disconnected" in await response.text()
+            await start(stack, FakeVllm(), port)
+            await until(lambda: not worker.disconnected)
+            assert app.info().state == "serving" and await ready() == 200
+
+
+async def test_what_waits_for_its_kv_is_no_queue(pair: Pair) -> None:
+    """vLLM counts it as waiting too: each transfer under way would send the next prompt to be computed here."""
+    reasons = 'vllm:num_requests_waiting_by_reason{reason="%s"} %d\n'
+    waiting = 'vllm:num_requests_waiting{engine="0",model_name="m"} '
+    pair.decode.metrics = METRICS.replace(waiting + "0.0", waiting + "2.0")
+    pair.decode.metrics += reasons % ("deferred", 2) + reasons % ("capacity", 0)
+    await until(lambda: pair.worker.figures.num_waiting == 2)
+    assert isinstance((await pair.run())[-1], Finished)
+    pair.decode.metrics += reasons % ("capacity", 1)
+    await until(lambda: pair.worker.figures.num_queued == 1)
+    with pytest.raises(CapacityError, match="no room"):
+        await pair.run()
+
+
 async def test_a_server_of_another_model_is_refused(tiny_model_dir: Path) -> None:
     async with AsyncExitStack() as stack:
         host, port = await start(stack, FakeVllm())
@@ -441,7 +531,8 @@ def test_the_key_of_the_fleet_is_in_no_command_line_and_no_environment(
     assert "secret" not in " ".join(spec.command()) and environ["VLLM_API_KEY"] == "secret"
     assert "KVBATON_INTERNAL_KEY" not in environ
     assert environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1" and environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,2"
-    assert json.loads(spec.command()[spec.command().index("--kv-transfer-config") + 1])["kv_role"] == "kv_producer"
+    transfer = json.loads(spec.command()[spec.command().index("--kv-transfer-config") + 1])
+    assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_producer", "fail")
     assert key_for_servers("fleet") not in ("", "fleet") and key_for_servers("") == ""
 
 
@@ -495,10 +586,14 @@ def test_settings_of_the_other_engine_are_refused_by_name(tiny_model_dir: Path) 
         (ModelSettings(dir=str(tiny_model_dir), kv_blocks=5), WorkerSettings(), "kv_blocks"),
         (good, WorkerSettings(engine_url="ftp://x:1"), "engine_url"),
         (good, WorkerSettings(engine_args="--port 5"), "engine_args"),
+        (good, WorkerSettings(engine="vllm", role="prefill", host="0.0.0.0"), "kv_host"),
+        (good, WorkerSettings(engine="vllm", role="both", host="[::]"), "kv_host"),
     ):
         with pytest.raises(LocalError) as caught:
             make_vllm_worker(model, worker, "key")
         assert caught.value.field == field
+    reached = WorkerSettings(engine="vllm", role="prefill", host="0.0.0.0", kv_host="127.0.0.1")
+    assert make_vllm_worker(good, reached, "key").alive is False
     assert split_arguments(["--enforce-eager"]) == ("--enforce-eager",)
 
 

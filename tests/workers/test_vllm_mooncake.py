@@ -180,7 +180,7 @@ async def test_leaving_closes_both_calls(pair: Pair, leg: str) -> None:
 async def test_a_prefill_server_that_came_back_as_another_engine_is_learned(pair: Pair) -> None:
     await pair.run()
     pair.fleet.engines = {"0": {"engine_id": "another", "worker_addr": {}}}
-    with pytest.raises(LocalError, match="KV load failed"):
+    with pytest.raises(RemoteError, match="KV load failed"):
         await pair.run()
     assert await pair.run()
     assert pair.fleet.decode.bodies[-1]["kv_transfer_params"]["remote_engine_id"] == "another"
