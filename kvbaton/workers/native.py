@@ -159,6 +159,8 @@ class _Moved:
 class NativeWorker:
     """Load in the constructor (slow), then ``await start()`` ... ``await stop()``. Implements ``protocol.Worker``."""
 
+    serves_alone = True
+
     def __init__(
         self, load_options: LoadOptions, config: EngineConfig, options: WorkerOptions, clock: Clock | None = None
     ) -> None:

@@ -100,6 +100,7 @@ class Worker(Protocol):
     kv_port: int  # of the hand-off server; 0 when this role has none
     tokenizer: Tokenizer
     kv_events: KVEventLog | None  # None: this engine does not say what its prefix cache holds
+    serves_alone: bool  # whether it computes prompts and answers them too; some servers do only half of it
 
     async def start(self) -> None: ...
     async def drain(self, deadline_s: float) -> bool: ...
@@ -172,6 +173,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     pid: int = 0  # of its process, on its own host
     kv_events: bool = False  # whether it answers ``/internal/kv-events``
     control_version: int = 1
+    serves_alone: bool = True  # False: it is of use only in a pair of prefill and decode worker
 
 
 class RequestReport(msgspec.Struct, frozen=True):

@@ -6,7 +6,8 @@ Invariants: before the first request to a prefill server its page size, KV dtype
 ours, where decode would find a difference with the prefill under way; an error of either leg ends the other at once,
 where the servers themselves would wait for minutes; leaving by any way closes both calls and tells both servers.
 
-A server that was started for decode computes no prompts, so nothing falls back to it; one for prefill decodes nothing.
+A server that was started for decode computes no prompts, and one for prefill decodes nothing. Neither serves alone;
+their workers say so, and the router then asks pairs only.
 Knows nothing about HTTP of clients, or text.
 """
 
@@ -69,6 +70,7 @@ class SglangWorker:
     def __init__(self, options: SglangOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self.options = options
         self.role: Role = options.role
+        self.serves_alone = options.role == "both"
         self.model_id = options.model_name
         self.tokenizer = tokenizer
         self.incarnation = secrets.token_hex(8)
@@ -148,7 +150,7 @@ class SglangWorker:
         self, request: GenerateRequest, prefill: PeerAddress | None = None, deadline_s: float = 600.0
     ) -> AsyncGenerator[WorkerEvent, bool | None]:
         """See ``protocol.Worker.generate``. Close the iterator (``aclose``) to abort."""
-        if (prefill is None) != (self.role == "both"):
+        if (prefill is None) != self.serves_alone:
             what = "was started for both" if self.role == "both" else f"was started for {self.role} only"
             raise CapacityError(f"the SGLang server {what}", fix="start one of the other kind, or wait for it")
         self.engine.check_room(prefill is not None)

@@ -86,6 +86,7 @@ class TrtllmWorker:
     """``await start()`` reads what the server is. Implements ``protocol.Worker``."""
 
     kv_events: KVEventLog | None = None
+    serves_alone = True
 
     def __init__(self, options: TrtllmOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self.options = options

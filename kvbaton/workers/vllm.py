@@ -108,6 +108,7 @@ class VllmWorker:
     """``await start()`` waits until the server answers. Implements ``protocol.Worker``."""
 
     kv_events: KVEventLog | None = None
+    serves_alone = True
     follower: KVEventFollower | None = None
 
     def __init__(
