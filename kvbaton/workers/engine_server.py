@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.types import UNREADABLE, CapacityError, LocalError, RemoteError, Role
-from kvbaton.workers.protocol import WorkerEvent, WorkerStats
+from kvbaton.workers.protocol import Finished, WorkerEvent, WorkerStats
 from kvbaton.workers.vllm_metrics import EngineFigures, FigureTable, read_figures
 from kvbaton.workers.vllm_stream import MAX_EVENT_BYTES, EventSplitter, message_of
 
@@ -28,6 +28,7 @@ FIGURES_MAX_AGE_S = 5.0
 PROMPTS_REMEMBERED = 64
 _ANSWER_TIMEOUT_S = 5.0
 _ROOM_FIGURES = frozenset({"text", "num_running", "num_waiting"})
+_BYTES_FIGURES = frozenset({"text", "num_bytes_received"})
 _Answer = TypeVar("_Answer")
 
 
@@ -44,9 +45,11 @@ class EngineServer:
         self.num_done = 0  # remote requests that ended well
         self.num_failed = 0  # hand-offs that did not
         self.num_refused = 0  # for want of room, before anything was asked of anybody
+        self.num_bytes_derived = 0  # received, as far as what ended tells
         self.prompt_tokens = 0.0  # of a prompt, in the mean of late
         self._num_prompts = 0  # in that mean
         self.busy_s = 0.0  # while it had requests, as far as the figures tell
+        self._counts_bytes = False  # whether the server itself ever said what it received
         self._scraped_at_s: float | None = None
         self._api_key = api_key
         self._table = table
@@ -116,6 +119,8 @@ class EngineServer:
             raise RemoteError(f"the server answers {status} to {self._path}")
         before, self.figures = self.figures, read_figures(raw.decode(errors="replace"), self.figures, self._table)
         self._learn(before, time.monotonic())
+        if self._table.counts_bytes and not {*self.figures.missing, *self.figures.odd} & _BYTES_FIGURES:
+            self._counts_bytes = True
         if not _ROOM_FIGURES.intersection(self.figures.odd):
             self.figures_at_s = time.monotonic()
 
@@ -176,6 +181,8 @@ class EngineServer:
                 self.num_open += 1
                 try:
                     async for event in events:
+                        if isinstance(event, Finished):
+                            self.num_bytes_derived += event.transfer_bytes
                         if (yield event):
                             return  # a server does not say before the end what a request took
                 finally:
@@ -189,6 +196,7 @@ class EngineServer:
         Prompt tokens not computed yet: of a server that only prefills, those of the requests there, half of them for
         one that runs, at the mean length of late; of one that does both, of those that have not begun. What waits on a
         decode server waits for KV. Busy with prefill: as long as a server that only prefills was seen to run something.
+        Bytes received: the server's own count where it has one, though it be zero; else what its requests add up to.
         """
         figures = self.figures
         if role == "prefill":
@@ -210,7 +218,7 @@ class EngineServer:
             num_output_tokens=figures.num_output_tokens,
             num_preemptions=figures.num_preemptions,
             num_lease_expiries=figures.num_expired,
-            transfer_bytes_received=figures.num_bytes_received,
+            transfer_bytes_received=figures.num_bytes_received if self._counts_bytes else self.num_bytes_derived,
             num_transfers=self.num_done,
             num_transfer_failures=self.num_failed + figures.num_failed_transfers,
             num_reservations_refused=self.num_refused,

@@ -78,7 +78,9 @@ async def test_both_legs_meet_in_a_room_that_nobody_else_has(pair: Pair, increme
     assert [output.finish_reason for output in outputs] == [None, None, "length"]
     assert outputs[1].logprobs is not None and outputs[1].logprobs.top == ((12, -0.5), (99, -0.7))
     assert isinstance(events[-1], Finished) and events[-1].transfer_bytes > 0
-    assert pair.worker.stats().num_transfers == 2
+    stats = pair.worker.stats()
+    assert stats.num_transfers == 2
+    assert stats.transfer_bytes_received == 2 * events[-1].transfer_bytes, "it does not say; what ended adds up"
     assert pair.prefill.aborted == pair.decode.aborted == []
 
 

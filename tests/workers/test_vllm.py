@@ -347,6 +347,18 @@ async def test_figures_become_the_workers_load(pair: Pair) -> None:
     assert pair.worker.max_context == 64 and "vllm-0.32.0" in pair.worker.fingerprint.model_revision
 
 
+@pytest.mark.parametrize("own", [0, 11796480])
+async def test_what_the_server_counts_itself_is_not_counted_twice(pair: Pair, own: int) -> None:
+    """NixlConnector tells the bytes it received: what was derived for each request adds nothing to them."""
+    pair.decode.metrics = METRICS.replace("1.179648e+07", str(own))
+    await until(lambda: pair.worker.stats().transfer_bytes_received == own)
+    events = await pair.run()
+    assert isinstance(events[-1], Finished) and events[-1].transfer_bytes > 0
+    assert pair.worker.stats().transfer_bytes_received == own
+    pair.decode.metrics = METRICS.replace("1.179648e+07", str(own + 4096))
+    await until(lambda: pair.worker.stats().transfer_bytes_received == own + 4096)
+
+
 def prompts_text(num_running: int, num_waiting: int, num_prompts: int, num_tokens: int) -> str:
     return (
         f"vllm:num_requests_running {num_running}\nvllm:num_requests_waiting {num_waiting}\n"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from workers.scripted import until
-from workers.test_vllm import FakeVllm, make_request, start
+from workers.test_vllm import METRICS, FakeVllm, make_request, start
 
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.engine.model_config import ModelConfig
@@ -61,6 +61,7 @@ class Server(FakeVllm):
         super().__init__()
         self.fleet, self.fields = fleet, FIELDS[params]
         self.transfer = None
+        self.metrics = "".join(line for line in METRICS.splitlines(True) if "nixl" not in line)
         self.ranks: list[str | None] = []
 
     async def _whole(self) -> web.Response:
@@ -125,6 +126,7 @@ async def test_both_calls_name_one_transfer(pair: Pair) -> None:
     last = events[-1]
     assert isinstance(last, Finished) and last.transfer_bytes > 0 and last.prefill_s > 0
     assert pair.worker.stats().num_transfers == 1
+    assert pair.worker.stats().transfer_bytes_received == last.transfer_bytes, "it does not say; what ended adds up"
 
 
 async def test_no_two_requests_have_the_same_transfer_and_the_bootstrap_server_is_asked_once(pair: Pair) -> None:
