@@ -117,16 +117,16 @@ class Caller:
             stall_s = settings.stream_stall_s
         member = self._registry.get(decision.decode)  # one that leaves the fleet meanwhile may end what it has
 
-        def another_decodes() -> bool:
-            return self._registry.another_decodes(self._clock.now_s(), failed | {decision.decode})
+        def another_answers(but: str) -> bool:
+            return self._registry.another_answers(self._clock.now_s(), failed | {but})
 
-        def slow() -> bool:
-            return (decision.remote or another_decodes()) and self._slowness.spend()
+        def slow() -> bool:  # of a pair at least the decode worker can be asked again, if somebody prefills for it
+            return another_answers(decision.prefill or decision.decode) and self._slowness.spend()
 
         def hopeless() -> bool:
             # Two polls in a row, not one call that failed: a worker that drains accepts none and ends what it has.
             down = member is not None and member.state == "down" and member.failures_in_row > 1
-            return down and another_decodes()
+            return down and another_answers(decision.decode)
 
         may_go_elsewhere = life.may_retry or life.replays_left
         return Patience(first_token_s, stall_s, slow, hopeless if may_go_elsewhere else None, self._looks)

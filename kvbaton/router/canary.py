@@ -92,7 +92,8 @@ class Canary:
                 if member.settings.role == "prefill" or member.reported is None:
                     continue
                 fitting = prompt[: member.reported.info.max_context - _NUM_OUTPUT_TOKENS]
-                yield Probe(fitting, member, None)
+                if member.serves_alone:
+                    yield Probe(fitting, member, None)
                 if member.settings.role == "decode":
                     yield from (Probe(fitting, member, prefill) for prefill in prefills)
 

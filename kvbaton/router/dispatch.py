@@ -79,7 +79,7 @@ class Dispatcher:
                 flight.lifecycle.on(Event.DEFER)
                 flight.decisions.pop()
                 full |= {decision.decode}
-                if not self._registry.another_decodes(self._clock.now_s(), failed | full):
+                if not self._registry.another_answers(self._clock.now_s(), failed | full):
                     await self._wait_for_room(flight, call, last.error)
                     full = frozenset()
                 continue
@@ -131,9 +131,9 @@ class Dispatcher:
             return frozenset({decision.decode})
         if cause == "prefill_failed":
             return frozenset({decision.prefill})
-        if cause == "slow_first_token":  # which of the two was slow is not known; one to decode must be left
+        if cause == "slow_first_token":  # which of the two was slow is not known; one to answer must be left
             both = frozenset({decision.prefill, decision.decode})
-            others = self._registry.another_decodes(self._clock.now_s(), failed | both)
+            others = self._registry.another_answers(self._clock.now_s(), failed | both)
             return both if others else frozenset({decision.prefill})
         return frozenset({decision.decode})
 
@@ -174,10 +174,10 @@ class Dispatcher:
             decision = decide(
                 call.view, members, self.policy, self._turn, registry.has_prefill_pool, prefill_failed, costs
             )
-        except NoWorker:
+        except NoWorker as error:
             if last is not None:
                 raise last.error from None
-            raise unavailable("no worker takes requests now", "no_workers", retry_after_s=2) from None
+            raise unavailable(str(error), "no_workers", retry_after_s=2) from None
         if prefill_failed and not decision.remote and self._settings.on_prefill_failure == "error":
             assert last is not None
             raise last.error

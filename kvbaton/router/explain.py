@@ -101,6 +101,8 @@ def record(decision: Decision) -> Record:
         terms = {key: value for key, value in terms.items() if ":" not in key or key.partition(":")[2] in names}
     if all(m.role != "prefill" for m in chosen):  # why there was no remote placement may hang on who was there
         chosen += [m for m in members if m.role == "prefill"][:1]
+    if all(m.role != "decode" for m in chosen):  # and one that serves not alone was compared in no local placement
+        chosen += [m for m in members if m.role == "decode" and not m.serves_alone][:1]
     return Record(
         reason=decision.reason,
         decode=decision.decode,

@@ -123,7 +123,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class NoWorker(Exception):
-    """Nobody can take the request now."""
+    """Nobody can take the request now; says why."""
 
 
 class _Pools:
@@ -143,17 +143,27 @@ class _Pools:
             self.prefills.append(member)
             if member.max_context > prompt_tokens:
                 roomy.append(member)
-        self.roomy, self.locals = _rotated(roomy, turn), _rotated(able, turn)
-        self.decodes = [m for m in self.locals if m.role == "decode"]
+        self.roomy, self.able = _rotated(roomy, turn), _rotated(able, turn)
+        self.decodes = [m for m in self.able if m.role == "decode"]
+        self.locals = [m for m in self.able if m.serves_alone]
+        self.has_pair = case.has_prefill_pool and bool(self.decodes) and bool(self.roomy)
         self.last_resort: list[MemberView] = []
-        if not able:
-            self.last_resort = _rotated([m for m in self.prefills if m.max_context >= total_tokens], turn)
+        if not self.locals and not self.has_pair:
+            whole = [m for m in self.prefills if m.serves_alone and m.max_context >= total_tokens]
+            self.last_resort = _rotated(whole, turn)
+
+    @property
+    def alone(self) -> list[MemberView]:
+        """Those that may be given the whole request; none where only a pair can serve it."""
+        return self.locals or self.last_resort
 
     def only_local(self, case: Case) -> Reason | None:
-        """Why there is no choice; None when there is one."""
+        """Why no pair comes into question; None when one does. NoWorker when nobody alone does either."""
         if not self.locals:
+            if self.has_pair:
+                return None
             if not self.last_resort:
-                raise NoWorker
+                raise NoWorker(self._why_nobody())
             return "fallback_no_decode"
         if not case.has_prefill_pool or not self.decodes:
             return "local_colocated"
@@ -162,6 +172,13 @@ class _Pools:
         if case.prefill_failed:
             return "fallback_prefill_failed"
         return "fallback_prompt_too_long" if self.prefills else "fallback_no_prefill"
+
+    def _why_nobody(self) -> str:
+        if self.able:
+            return "no prefill worker takes this prompt now, and the decode workers compute none"
+        if any(not member.serves_alone for member in self.prefills):
+            return "no decode worker takes requests now, and the prefill workers answer none by themselves"
+        return "no worker takes requests now"
 
 
 def decide(
@@ -188,12 +205,16 @@ def decide_case(case: Case) -> Decision:
 def _by_cost(case: Case) -> Decision:
     pools, limits, request, costs = _Pools(case), case.config.limits, case.request, case.costs
     forced = pools.only_local(case)
-    alone = pools.locals or pools.last_resort
+    if not (alone := pools.alone):
+        landings = landings_on(request, pools.decodes, costs, limits)
+        return _placed(case, "remote", best_pair(request, pools.roomy, landings, costs, limits), None)
     landings = landings_on(request, alone, costs, limits)
     here = best_local(request, alone, landings, costs, limits)
     if forced is not None:
         return _placed(case, forced, here, None)
-    if len(pools.decodes) < len(alone):  # colocated workers take no hand-offs
+    if len(alone) < len(pools.able):  # some decode workers were not looked at yet
+        landings = landings_on(request, pools.decodes, costs, limits)
+    elif len(pools.decodes) < len(alone):  # colocated workers take no hand-offs
         landings = [each for each, member in zip(landings, alone, strict=True) if member.role == "decode"]
     away = best_pair(request, pools.roomy, landings, costs, limits)
     if here.rank <= away.rank:  # equal ones stay: no bytes need to move
@@ -225,7 +246,9 @@ def _by_rule(case: Case) -> Decision:
     pools, request, config = _Pools(case), case.request, case.config
     forced = pools.only_local(case)
     terms: dict[str, float] = {}
-    here = _best("local", pools.locals or pools.last_resort, case, terms)
+    if not pools.alone:
+        return _handed_over(case, pools, terms, "none")
+    here = _best("local", pools.alone, case, terms)
     if forced is not None:
         return Decision(forced, here.name, None, here.cached_tokens, terms, case)
     counts = uncached(request, here) if config.kind in ("cost", "static") else request.num_prompt_tokens
@@ -237,9 +260,13 @@ def _by_rule(case: Case) -> Decision:
         return Decision("local_short" if short else "local_cached", here.name, None, here.cached_tokens, terms, case)
     if request.bucket >= config.disagg_percent:
         return Decision("local_rollout", here.name, None, here.cached_tokens, terms, case, "single")
+    return _handed_over(case, pools, terms, "split")
+
+
+def _handed_over(case: Case, pools: _Pools, terms: dict[str, float], arm: Arm) -> Decision:
     prefill = _best("prefill", pools.roomy, case, terms)
     decode = _best("decode", pools.decodes, case, terms)
-    return Decision("remote", decode.name, prefill.name, prefill.cached_tokens, terms, case, "split")
+    return Decision("remote", decode.name, prefill.name, prefill.cached_tokens, terms, case, arm)
 
 
 def _best(
@@ -275,7 +302,7 @@ def candidates(case: Case) -> tuple[list[Candidate], list[Candidate]]:
     if not case.config.by_cost:
         return [], []
     pools, limits = _Pools(case), case.config.limits
-    here = locals_(case.request, pools.locals or pools.last_resort, case.costs, limits)
+    here = locals_(case.request, pools.alone, case.costs, limits)
     if pools.only_local(case) is not None:
         return here, []
     return here, pairs(case.request, pools.roomy, pools.decodes, case.costs, limits)
@@ -284,7 +311,7 @@ def candidates(case: Case) -> tuple[list[Candidate], list[Candidate]]:
 def in_turn(case: Case) -> list[MemberView]:
     """The members in an order that makes ``turn`` 0 what the turn of this case was."""
     pools = _Pools(case)
-    first = [*pools.locals, *(pools.last_resort or pools.roomy)]
+    first = [*pools.able, *(pools.last_resort or pools.roomy)]
     names = {member.name for member in first}
     return [*first, *(member for member in case.members if member.name not in names)]
 

@@ -64,6 +64,10 @@ class Member:
         return info.role if info is not None and info.role_changes else self.settings.role
 
     @property
+    def serves_alone(self) -> bool:
+        return self.reported is None or self.reported.info.serves_alone
+
+    @property
     def prompts_on_the_way(self) -> bool:
         """Whether a prompt was sent here whose first token has not come back."""
         return any(hold.num_tokens for hold in self.holds)
@@ -269,9 +273,13 @@ class Registry:
     def prefix_index_state(self, member: Member) -> dict[str, object]:
         return {"trust": self._index.trust(member.name), "num_blocks": self._index.num_blocks(member.name)}
 
-    def another_decodes(self, now_s: float, excluded: frozenset[str]) -> bool:
-        """Whether a worker is left that answers requests and was not tried."""
-        return any(member.role != "prefill" for member in self.usable(now_s, excluded))
+    def another_answers(self, now_s: float, excluded: frozenset[str]) -> bool:
+        """Whether a worker that answers is left and was not tried, and one to prefill for it where it needs that."""
+        left = self.usable(now_s, excluded)
+        answering = [member for member in left if member.role != "prefill"]
+        if any(member.serves_alone for member in answering):
+            return True
+        return bool(answering) and len(answering) < len(left)
 
     def views(
         self, cached_tokens: Mapping[str, int], now_s: float, excluded: frozenset[str] = frozenset()
@@ -382,4 +390,5 @@ def _view(
         member.sent.queued_pairs(queued_tokens) if queued_tokens else 0.0,
         pool_busy,
         reused_tokens_per_s,
+        info.serves_alone,
     )

@@ -27,6 +27,7 @@ class MemberView(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     queued_pairs: float = 0.0  # what queued tokens look at, summed over them
     pool_busy: float = 0.0  # seconds of prefill per second that workers of its role were sent, lately
     reused_tokens_per_s: float = 0.0  # cached tokens that prompts sent to it found, lately
+    serves_alone: bool = True  # False: it prefills or decodes, and does not do the other half for itself
 
 
 class RequestView(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

@@ -13,12 +13,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from kvbaton.types import UNREADABLE, CapacityError, LocalError, RemoteError, Role, TokenOutput
-from kvbaton.workers.protocol import PeerAddress, WorkerEvent, WorkerStats
+from kvbaton.workers.protocol import Finished, PeerAddress, WorkerEvent, WorkerStats
 from kvbaton.workers.vllm_metrics import EngineFigures, FigureTable, read_figures
 from kvbaton.workers.vllm_stream import MAX_EVENT_BYTES, EventSplitter, ServerError, message_of
 
@@ -26,11 +27,14 @@ log = logging.getLogger(__name__)
 SCRAPE_S = 0.25
 FIGURES_MAX_AGE_S = 5.0
 MOST_LOST = 3
+PROBE_EVERY_S = 2.0  # while a peer computes
+PROBE_S = 5.0  # a server that is busy may be late
+MOST_SILENT = 2  # in a row
 REFUSALS = 2  # in a row, before its requests go elsewhere
 PROMPTS_REMEMBERED = 64
 _ANSWER_TIMEOUT_S = 5.0
-_PEER_TIMEOUT_S = 1.0
 _ROOM_FIGURES = frozenset({"text", "num_running", "num_queued"})
+_BYTES_FIGURES = frozenset({"text", "num_bytes_received"})
 _Answer = TypeVar("_Answer")
 
 
@@ -47,9 +51,11 @@ class EngineServer:
         self.num_done = 0  # remote requests that ended well
         self.num_failed = 0  # hand-offs that did not
         self.num_refused = 0  # for want of room, before anything was asked of anybody
+        self.num_bytes_derived = 0  # received, as far as what ended tells
         self.prompt_tokens = 0.0  # of a prompt, in the mean of late
         self._num_prompts = 0  # in that mean
         self.busy_s = 0.0  # while it had requests, as far as the figures tell
+        self._counts_bytes = False  # whether the server itself ever said what it received
         self._scraped_at_s: float | None = None
         self._api_key = api_key
         self._table = table
@@ -105,6 +111,30 @@ class EngineServer:
         except (aiohttp.ClientError, OSError) as error:
             raise RemoteError(f"{who} at {url}: {type(error).__name__}: {error}") from None
 
+    async def ask_peer(self, url: str, body: bytes, headers: Mapping[str, str], who: str) -> bytes:
+        """``post``, given up when the peer's host does not answer any more: a prefill shows nothing before its end."""
+        asking = asyncio.create_task(self.post(url, body, headers, who))
+        probe: asyncio.Task[bool] | None = None
+        num_silent = 0
+        try:
+            while True:
+                probe = asyncio.create_task(self._still_there(url))
+                await asyncio.wait({asking, probe}, return_when=asyncio.FIRST_COMPLETED)
+                if asking.done():
+                    return asking.result()
+                num_silent = 0 if probe.result() else num_silent + 1
+                if num_silent >= MOST_SILENT:
+                    raise RemoteError(f"{who} at {url} does not answer any more")
+        finally:
+            for task in (asking, probe):
+                if task is not None:
+                    task.cancel()
+            await asyncio.gather(asking, *([probe] if probe is not None else []), return_exceptions=True)
+
+    async def _still_there(self, url: str) -> bool:
+        await asyncio.sleep(PROBE_EVERY_S)
+        return await self._is_there(url, PROBE_S)
+
     async def stream(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
         """The data of this server's answer, event by event; closing it ends the call. Read it under ``answering``."""
         async with self.http.post(self.url + path, data=body, headers=headers) as response:
@@ -121,6 +151,8 @@ class EngineServer:
             raise RemoteError(f"the server answers {status} to {self._path}")
         before, self.figures = self.figures, read_figures(raw.decode(errors="replace"), self.figures, self._table)
         self._learn(before, time.monotonic())
+        if self._table.counts_bytes and not {*self.figures.missing, *self.figures.odd} & _BYTES_FIGURES:
+            self._counts_bytes = True
         if not _ROOM_FIGURES.intersection(self.figures.odd):
             self.figures_at_s = time.monotonic()
 
@@ -189,6 +221,8 @@ class EngineServer:
                 self.num_open += 1
                 try:
                     async for event in events:
+                        if isinstance(event, Finished):
+                            self.num_bytes_derived += event.transfer_bytes
                         if (yield event):
                             return  # a server does not say before the end what a request took
                 finally:
@@ -214,18 +248,19 @@ class EngineServer:
             except ServerError as error:
                 if begun:
                     raise
-                if await self._is_there(peer):
+                host = f"[{peer.host}]" if ":" in peer.host else peer.host
+                if await self._is_there(f"http://{host}:{peer.port}", PROBE_S):
                     self._num_lost += 1
                     if self._num_lost > MOST_LOST:
                         raise
                 raise RemoteError(f"the KV that was offered did not come: {error}") from None
         self._num_lost = 0
 
-    async def _is_there(self, peer: PeerAddress) -> bool:
-        """It answers, whatever."""
-        host = f"[{peer.host}]" if ":" in peer.host else peer.host
+    async def _is_there(self, url: str, timeout_s: float) -> bool:
+        """Whoever listens there answers, whatever."""
+        parts = urlsplit(url)
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with asyncio.timeout(_PEER_TIMEOUT_S), self.http.get(f"http://{host}:{peer.port}/health"):
+            async with asyncio.timeout(timeout_s), self.http.get(f"{parts.scheme}://{parts.netloc}/health"):
                 return True
         return False
 
@@ -235,6 +270,7 @@ class EngineServer:
         Prompt tokens not computed yet: of a server that only prefills, those of the requests there, half of them for
         one that runs, at the mean length of late; of one that does both, of those that have not begun. What waits on a
         decode server waits for KV. Busy with prefill: as long as a server that only prefills was seen to run something.
+        Bytes received: the server's own count where it has one, though it be zero; else what its requests add up to.
         """
         figures = self.figures
         if role == "prefill":
@@ -256,7 +292,7 @@ class EngineServer:
             num_output_tokens=figures.num_output_tokens,
             num_preemptions=figures.num_preemptions,
             num_lease_expiries=figures.num_expired,
-            transfer_bytes_received=figures.num_bytes_received,
+            transfer_bytes_received=figures.num_bytes_received if self._counts_bytes else self.num_bytes_derived,
             num_transfers=self.num_done,
             num_transfer_failures=self.num_failed + figures.num_failed_transfers,
             num_reservations_refused=self.num_refused,

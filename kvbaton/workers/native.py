@@ -160,6 +160,7 @@ class NativeWorker:
     """Load in the constructor (slow), then ``await start()`` ... ``await stop()``. Implements ``protocol.Worker``."""
 
     disconnected = False  # its engine is in this process
+    serves_alone = True
 
     def __init__(
         self, load_options: LoadOptions, config: EngineConfig, options: WorkerOptions, clock: Clock | None = None

@@ -100,6 +100,7 @@ class Worker(Protocol):
     kv_port: int  # of the hand-off server; 0 when this role has none
     tokenizer: Tokenizer
     kv_events: KVEventLog | None  # None: this engine does not say what its prefix cache holds
+    serves_alone: bool  # whether it computes prompts and answers them too; some servers do only half of it
 
     @property
     def disconnected(self) -> bool: ...  # the engine is a server of its own, and refuses connections
@@ -108,7 +109,8 @@ class Worker(Protocol):
     async def drain(self, deadline_s: float) -> bool: ...
     async def stop(self) -> None: ...
     async def switch_role(self, role: Role, deadline_s: float) -> bool:
-        """Become ``role``; False, and nothing changed, when peers still read at the deadline. No request is open."""
+        """Become ``role``; False, and nothing changed, when peers still read at the deadline, or when its engine only
+        does what it was started for. No request is open."""
         ...
 
     def generate(
@@ -175,6 +177,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     pid: int = 0  # of its process, on its own host
     kv_events: bool = False  # whether it answers ``/internal/kv-events``
     control_version: int = 1
+    serves_alone: bool = True  # False: it is of use only in a pair of prefill and decode worker
 
 
 class RequestReport(msgspec.Struct, frozen=True):

@@ -234,6 +234,7 @@ class WorkerServer:
             role_changes=self.role_changes,
             pid=os.getpid(),
             control_version=CONTROL_VERSION,
+            serves_alone=self.worker.serves_alone,
         )
 
     @staticmethod

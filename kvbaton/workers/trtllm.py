@@ -86,6 +86,7 @@ class TrtllmWorker:
     """``await start()`` reads what the server is. Implements ``protocol.Worker``."""
 
     kv_events: KVEventLog | None = None
+    serves_alone = True
 
     def __init__(self, options: TrtllmOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self.options = options
@@ -219,7 +220,9 @@ class TrtllmWorker:
             "request_type": "context_only",
             "disagg_request_id": _GLOBAL_ID_FROM + secrets.randbelow(_MAX_ID - _GLOBAL_ID_FROM),
         }
-        raw = await self.engine.post(url + "/v1/completions", _ENCODER.encode(asked), _HEADERS, "the context server")
+        raw = await self.engine.ask_peer(
+            url + "/v1/completions", _ENCODER.encode(asked), _HEADERS, "the context server"
+        )
         answer = _CONTEXT.decode(raw)
         if len(answer.choices) != 1:
             raise RemoteError(f"the context server answers with {len(answer.choices)} choices")

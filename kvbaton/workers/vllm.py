@@ -108,6 +108,7 @@ class VllmWorker:
     """``await start()`` waits until the server answers. Implements ``protocol.Worker``."""
 
     kv_events: KVEventLog | None = None
+    serves_alone = True
     follower: KVEventFollower | None = None
 
     def __init__(
@@ -213,7 +214,10 @@ class VllmWorker:
             await self._server.stop()
 
     async def switch_role(self, role: Role, deadline_s: float) -> bool:
-        """A server with ``kv_both`` does either; the router decides what it is asked."""
+        """A server with ``kv_both`` does either; the router decides what it is asked. One with MooncakeConnector has
+        the role it was started with, and a request of the other one ends it."""
+        if self.mooncake is not None:
+            return role == self.role
         self.role = role
         return True
 
@@ -279,13 +283,17 @@ class VllmWorker:
         self, request: GenerateRequest, prefill: PeerAddress, body: dict[str, Any], transfer: Mapping[str, object],
         headers: Mapping[str, str] | None = None,
     ) -> Chunk:  # fmt: skip
-        """Its whole answer: one token, and whatever the connector tells."""
-        asked = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": transfer}
-        for name in ("stream_options", "min_tokens", "logprobs"):
+        """Its whole answer: one token, and whatever the connector tells.
+
+        No token ends it: KV is offered only of what ended by length. Decode computes the first token anew, and ends
+        with it where it is an end.
+        """
+        asked = {**body, "stream": False, "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": transfer}
+        for name in ("stream_options", "min_tokens", "logprobs", "stop_token_ids"):
             asked.pop(name, None)
         url = f"http://{prefill.host}:{prefill.port}/v1/completions"
         sent = {**_headers(request), **(headers or {})}
-        return CHUNK.decode(await self.engine.post(url, _ENCODER.encode(asked), sent, "the prefill server"))
+        return CHUNK.decode(await self.engine.ask_peer(url, _ENCODER.encode(asked), sent, "the prefill server"))
 
     async def _at_once(
         self, request: GenerateRequest, body: dict[str, Any], prefill: PeerAddress

@@ -30,6 +30,11 @@ class FigureTable:
     def known(self) -> frozenset[str]:
         return frozenset({self.config, *(name for names in self.samples.values() for name, _ in names)} - {""})
 
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether such an engine may say how much KV it received."""
+        return "num_bytes_received" in self.samples
+
 
 VLLM = FigureTable(
     {

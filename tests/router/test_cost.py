@@ -250,6 +250,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[MemberView], FleetCosts]:
             draw(st.floats(0, 1e10)),
             draw(st.floats(0, 3)),
             draw(st.floats(0, 1e5)),
+            draw(st.booleans()),
         )
         for i in range(draw(st.integers(0, 10)))
     ]
@@ -284,13 +285,18 @@ def test_only_workers_that_can_take_it_are_chosen(
     try:
         chosen = decided(view, members, costs, turn, kind=kind)
     except NoWorker:
-        assert all(m.max_context < view.max_total_tokens for m in members)
+        assert all(m.max_context < view.max_total_tokens for m in members if m.serves_alone)
+        prefills = [m for m in members if m.role == "prefill" and m.max_context > view.longest_prompt_tokens]
+        decodes = [m for m in members if m.role == "decode" and m.max_context >= view.max_total_tokens]
+        assert not (prefills and decodes)
         return
     assert chosen == decided(view, members, costs, turn, kind=kind), "the same arguments give the same decision"
     assert by_name[chosen.decode].max_context >= view.max_total_tokens
     if chosen.prefill is not None:
         assert by_name[chosen.prefill].role == "prefill" and by_name[chosen.decode].role == "decode"
         assert by_name[chosen.prefill].max_context > view.longest_prompt_tokens
+    else:
+        assert by_name[chosen.decode].serves_alone
     assert all(value >= 0 and value < float("inf") for value in chosen.terms.values())
 
 

@@ -63,6 +63,58 @@ def test_nobody_can_take_it(members: tuple[MemberView, ...]) -> None:
         choose(500, *members)
 
 
+def half(member: MemberView) -> MemberView:
+    return replace(member, serves_alone=False)
+
+
+ALL_KINDS = pytest.mark.parametrize(
+    "config",
+    [
+        PolicyConfig(),
+        PolicyConfig(disagg_percent=0.0),
+        PolicyConfig(10**6),
+        PolicyConfig(10**6, kind="static", disagg_percent=0.0),
+        PolicyConfig(10**6, kind="least_load"),
+        PolicyConfig(10**6, kind="round_robin"),
+    ],
+    ids=lambda config: f"{config.kind}-{config.threshold_tokens}-{config.disagg_percent:.0f}",
+)
+
+
+@ALL_KINDS
+@pytest.mark.parametrize("tokens", [1, 40, 4_000])
+def test_workers_that_do_half_of_it_serve_in_pairs_only(config: PolicyConfig, tokens: int) -> None:
+    decision = choose(tokens, half(P), half(D), config=config)
+    assert (decision.reason, decision.prefill, decision.decode, decision.arm) == ("remote", "p", "d", "none")
+
+
+@ALL_KINDS
+def test_where_somebody_serves_alone_those_that_cannot_are_left_out(config: PolicyConfig) -> None:
+    near = replace(half(D), cached_tokens=40)  # it would be the best if it could
+    decision = choose(40, half(P), near, B, config=config)
+    assert (decision.prefill, decision.decode) == (None, "b")
+    long = choose(4_000, half(P), half(D), replace(B, num_requests=60), config=PolicyConfig())
+    assert (long.prefill, long.decode) == ("p", "d")
+
+
+@ALL_KINDS
+@pytest.mark.parametrize(
+    ("members", "changes", "why"),
+    [
+        ((half(D),), {}, "no prefill worker takes this prompt"),
+        ((half(D),), {"prefill_failed": True}, "no prefill worker takes this prompt"),
+        ((replace(half(P), max_context=400), half(D)), {}, "no prefill worker takes this prompt"),
+        ((half(P),), {}, "no decode worker"),
+        ((), {}, "no worker takes requests now"),
+    ],
+)
+def test_without_a_pair_they_serve_nobody(
+    config: PolicyConfig, members: tuple[MemberView, ...], changes: Any, why: str
+) -> None:
+    with pytest.raises(NoWorker, match=why):
+        choose(500, *members, config=config, **changes)
+
+
 POLICIES = pytest.mark.parametrize("config", [CONFIG, PolicyConfig()], ids=["static", "cost"])
 
 

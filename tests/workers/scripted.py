@@ -21,6 +21,7 @@ class ScriptedWorker:
         self.model_id, self.role, self.tokenizer, self.incarnation = "tiny", role, tokenizer, life
         self.max_context, self.kv_port, self.fingerprint = 512, 7, Fingerprint(1, "r", 1, 1, 8, "float32", "")
         self.kv_events: KVEventLog | None = None
+        self.serves_alone = True
         self.token_ids = tokenizer.encode(text)
         self.gate, self.gate_at = asyncio.Event(), 0
         self.gate.set()

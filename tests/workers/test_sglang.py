@@ -78,7 +78,9 @@ async def test_both_legs_meet_in_a_room_that_nobody_else_has(pair: Pair, increme
     assert [output.finish_reason for output in outputs] == [None, None, "length"]
     assert outputs[1].logprobs is not None and outputs[1].logprobs.top == ((12, -0.5), (99, -0.7))
     assert isinstance(events[-1], Finished) and events[-1].transfer_bytes > 0
-    assert pair.worker.stats().num_transfers == 2
+    stats = pair.worker.stats()
+    assert stats.num_transfers == 2
+    assert stats.transfer_bytes_received == 2 * events[-1].transfer_bytes, "it does not say; what ended adds up"
     assert pair.prefill.aborted == pair.decode.aborted == []
 
 
@@ -173,6 +175,27 @@ async def test_a_server_that_does_not_fit_gets_no_request(pair: Pair, change: di
     assert await pair.run(), "it is asked again, and what was wrong is right now"
 
 
+@pytest.mark.parametrize("ends", ["decode's error", "leaving"])
+async def test_after_whatever_did_not_end_well_the_servers_are_compared_again(pair: Pair, ends: str) -> None:
+    """Case: prefill was restarted with other pages, and decode is the first to say that something is wrong."""
+    await pair.run()
+    pair.prefill.bootstrap["page_size"] = 64
+    pair.prefill.hold.clear()
+    if ends == "decode's error":
+        pair.decode.status = 500
+        with pytest.raises(LocalError, match="it broke"):
+            await pair.run()
+    else:
+        task = asyncio.create_task(pair.run())
+        await pair.open_legs()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    num_asked = len(pair.prefill.bodies)
+    with pytest.raises(RemoteError, match="page_size: ours 16, theirs 64"):
+        await pair.run()
+    assert len(pair.prefill.bodies) == num_asked
+
+
 async def test_ranks_that_are_not_there_yet_and_servers_that_are_not(pair: Pair) -> None:
     pair.prefill.registered = False
     with pytest.raises(RemoteError, match="waits for ranks"):
@@ -198,6 +221,8 @@ def test_parallelism_may_differ_where_one_divides_the_other() -> None:
 async def test_a_server_for_one_half_does_not_do_the_other(pair: Pair, tiny_model_dir: Path) -> None:
     with pytest.raises(CapacityError, match="started for decode only"):
         pair.worker.generate(make_request(), None)
+    assert not pair.worker.serves_alone
+    assert not await pair.worker.switch_role("both", 1.0) and pair.worker.role == "decode"
     wrong = make_worker(tiny_model_dir, pair.decode, "prefill")
     with pytest.raises(RemoteError, match="--disaggregation-mode decode"):
         await wrong.start()

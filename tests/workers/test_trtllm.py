@@ -164,6 +164,7 @@ async def test_context_then_generation_and_every_id_is_exact(pair: Pair) -> None
     assert [output.token_id for output in outputs] == [11, 12, 13] and outputs[-1].finish_reason == "length"
     assert outputs[0].logprobs is not None and outputs[0].logprobs.logprob == -0.5
     assert isinstance(events[-1], Finished) and events[-1].transfer_bytes > 0 and events[-1].prefill_s > 0
+    assert pair.worker.stats().transfer_bytes_received == events[-1].transfer_bytes
     assert pair.worker.stats().num_transfers == 1 and pair.worker.stats().num_blocks == 128
 
 

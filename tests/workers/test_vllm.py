@@ -26,7 +26,7 @@ from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, RemoteError, SamplingParams, TokenOutput
-from kvbaton.workers import vllm_server
+from kvbaton.workers import engine_server, vllm_server
 from kvbaton.workers.engine_server import MOST_LOST
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent
 from kvbaton.workers.server import ServerOptions, WorkerServer
@@ -46,6 +46,7 @@ vllm:generation_tokens_total{engine="0",model_name="m"} 9.0
 vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1.179648e+07
 vllm:cache_config_info{block_size="128",num_gpu_blocks="364"} 1.0
 """
+EOS = 2
 # Not sorted, with a key nobody knows and a number no double holds: it must arrive byte for byte.
 TRANSFER = (
     b'{"remote_port":5600,"do_remote_prefill":true,"zzz":[1, 2],"remote_block_ids":[[1,2]],'
@@ -71,6 +72,8 @@ class FakeVllm:
         self.metrics = METRICS
         self.stream: bytes | None = None  # instead of an answer
         self.died = False  # whoever asks now is cut off
+        self.silent = False  # whoever asks whether it is there waits
+        self.num_probes = 0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
@@ -87,13 +90,20 @@ class FakeVllm:
         finally:
             self.num_open -= 1
 
+    @property
+    def ending(self) -> str:
+        """Of what was asked last, for one token: an end token comes before the length, as in the real one."""
+        body = self.bodies[-1]
+        ends = {*body.get("stop_token_ids", ()), *(() if body["ignore_eos"] else (EOS,))}
+        return "stop" if self.tokens[0] in ends or "stop" in body else self.finish_reason
+
     async def _whole(self) -> web.Response:
         answer = {
-            "choices": [{"index": 0, "text": "x", "finish_reason": self.finish_reason}],
+            "choices": [{"index": 0, "text": "x", "finish_reason": self.ending}],
             "usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 1}},
         }
         raw = json.dumps(answer).encode()
-        transfer = b"null" if self.transfer is None else self.transfer
+        transfer = b"null" if self.transfer is None or self.ending == "stop" else self.transfer
         return web.Response(
             body=raw[:-1] + b',"kv_transfer_params":' + transfer + b"}", content_type="application/json"
         )
@@ -137,6 +147,9 @@ class FakeVllm:
             return web.Response(text=self.metrics)
 
         async def health(request: web.Request) -> web.Response:
+            self.num_probes += 1
+            if self.silent:
+                await asyncio.Event().wait()
             if self.died:
                 assert request.transport is not None
                 request.transport.abort()
@@ -163,7 +176,7 @@ class Pair:
 
 
 def make_request(**sampling: Any) -> GenerateRequest:
-    return GenerateRequest("r1", (5, 6, 7, 8), SamplingParams(**{"max_tokens": 3, **sampling}), eos_token_ids=(2,))
+    return GenerateRequest("r1", (5, 6, 7, 8), SamplingParams(**{"max_tokens": 3, **sampling}), eos_token_ids=(EOS,))
 
 
 async def start(stack: AsyncExitStack, fake: FakeVllm, port: int = 0) -> tuple[str, int]:
@@ -213,6 +226,18 @@ async def test_both_legs_and_the_object_passes_unchanged(pair: Pair) -> None:
     assert [output.finish_reason for output in outputs] == [None, None, "length"]
     assert outputs[0].logprobs is not None and outputs[0].logprobs.top == ((11, -0.5), (99, -0.7))
     assert isinstance(events[-1], Finished) and events[-1].transfer_bytes > 0
+
+
+@pytest.mark.parametrize("end", [EOS, 11])
+async def test_a_prompt_whose_first_token_is_an_end_is_handed_over_too(pair: Pair, end: int) -> None:
+    pair.prefill.tokens = pair.decode.tokens = [end]
+    pair.decode.finish_reason = "stop"
+    events = await pair.run(stop_token_ids=(11,))
+    assert [event.finish_reason for event in events if isinstance(event, TokenOutput)] == ["stop"]
+    first, second = pair.prefill.bodies[0], pair.decode.bodies[0]
+    assert first["ignore_eos"] is True and not {"stop", "stop_token_ids"} & set(first), "nothing can stop it"
+    assert second["stop_token_ids"] == [EOS, 11] and second["ignore_eos"] is False
+    assert pair.worker.stats().num_transfer_failures == 0
 
 
 async def test_a_local_request_is_one_call_and_its_cached_tokens_are_corrected(pair: Pair) -> None:
@@ -314,6 +339,23 @@ async def test_kv_that_does_not_come_is_the_peers_fault(pair: Pair, answer: byte
         await pair.run(remote=False)
 
 
+async def test_a_prefill_server_that_falls_silent_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host is cut off or frozen: the call stays open for ever, and of a slow one it looks the same."""
+    monkeypatch.setattr(engine_server, "PROBE_EVERY_S", 0.01)
+    monkeypatch.setattr(engine_server, "PROBE_S", 0.05)
+    pair.prefill.hold.clear()
+    running = asyncio.ensure_future(pair.run())
+    await until(lambda: pair.prefill.num_probes > 3)
+    assert not running.done(), "slow, and there"
+    pair.prefill.silent = True
+    with pytest.raises(RemoteError, match="does not answer any more"):
+        await running
+    assert pair.worker.stats().num_transfer_failures == 1 and pair.decode.bodies == []
+    pair.prefill.silent = False
+    pair.prefill.hold.set()
+    assert await pair.run()
+
+
 async def test_a_decode_server_that_gets_no_kv_of_anybody_is_to_blame(pair: Pair) -> None:
     pair.decode.stream = LOST
     for _ in range(MOST_LOST):
@@ -393,6 +435,18 @@ async def test_figures_become_the_workers_load(pair: Pair) -> None:
     assert (stats.transfer_bytes_received, stats.num_prompt_tokens, stats.num_cached_tokens) == (11796480, 7, 5)
     assert pair.worker.figures.num_external_tokens == 400
     assert pair.worker.max_context == 64 and "vllm-0.32.0" in pair.worker.fingerprint.model_revision
+
+
+@pytest.mark.parametrize("own", [0, 11796480])
+async def test_what_the_server_counts_itself_is_not_counted_twice(pair: Pair, own: int) -> None:
+    """NixlConnector tells the bytes it received: what was derived for each request adds nothing to them."""
+    pair.decode.metrics = METRICS.replace("1.179648e+07", str(own))
+    await until(lambda: pair.worker.stats().transfer_bytes_received == own)
+    events = await pair.run()
+    assert isinstance(events[-1], Finished) and events[-1].transfer_bytes > 0
+    assert pair.worker.stats().transfer_bytes_received == own
+    pair.decode.metrics = METRICS.replace("1.179648e+07", str(own + 4096))
+    await until(lambda: pair.worker.stats().transfer_bytes_received == own + 4096)
 
 
 def prompts_text(num_running: int, num_waiting: int, num_prompts: int, num_tokens: int) -> str:

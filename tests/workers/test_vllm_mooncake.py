@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from workers.scripted import until
-from workers.test_vllm import FakeVllm, make_request, start
+from workers.test_vllm import EOS, METRICS, FakeVllm, make_request, start
 
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.engine.model_config import ModelConfig
@@ -61,13 +61,14 @@ class Server(FakeVllm):
         super().__init__()
         self.fleet, self.fields = fleet, FIELDS[params]
         self.transfer = None
+        self.metrics = "".join(line for line in METRICS.splitlines(True) if "nixl" not in line)
         self.ranks: list[str | None] = []
 
     async def _whole(self) -> web.Response:
         asked = self.bodies[-1]["kv_transfer_params"]
         assert set(asked) == set(self.fields), asked
         self.ranks.append(self.headers[-1].get("x-data-parallel-rank"))
-        if self.finish_reason in FIELDS["prefill_sends_when_finished_by"]:
+        if self.ending in FIELDS["prefill_sends_when_finished_by"]:
             self.fleet.transfer(asked["transfer_id"]).set()
         return await super()._whole()
 
@@ -85,8 +86,8 @@ class Pair:
     def __init__(self, fleet: Fleet, worker: VllmWorker, peer: PeerAddress) -> None:
         self.fleet, self.worker, self.peer = fleet, worker, peer
 
-    async def run(self, remote: bool = True) -> list[WorkerEvent]:
-        events = self.worker.generate(make_request(), self.peer if remote else None, 60.0)
+    async def run(self, remote: bool = True, **sampling: Any) -> list[WorkerEvent]:
+        events = self.worker.generate(make_request(**sampling), self.peer if remote else None, 60.0)
         return [event async for event in events]
 
 
@@ -120,11 +121,13 @@ async def test_both_calls_name_one_transfer(pair: Pair) -> None:
     assert offered["transfer_id"] == pulled["transfer_id"] and pulled["remote_engine_id"] == "e0"
     headers = [server.headers[0]["x-request-id"] for server in (pair.fleet.prefill, pair.fleet.decode)]
     assert headers == ["r1", "r1"]
-    assert events[0] == Admitted(4, 1, 4, path="remote"), "cached is what the prefill side's cache had"
+    # Cached is what the prefill side's cache had, where its answer is not later than decode's first token.
+    assert events[0] in (Admitted(4, 1, 4, path="remote"), Admitted(4, 0, 4, path="remote"))
     assert [event.token_id for event in events if isinstance(event, TokenOutput)] == [11, 12, 13]
     last = events[-1]
     assert isinstance(last, Finished) and last.transfer_bytes > 0 and last.prefill_s > 0
     assert pair.worker.stats().num_transfers == 1
+    assert pair.worker.stats().transfer_bytes_received == last.transfer_bytes, "it does not say; what ended adds up"
 
 
 async def test_no_two_requests_have_the_same_transfer_and_the_bootstrap_server_is_asked_once(pair: Pair) -> None:
@@ -146,6 +149,25 @@ async def test_of_several_engines_one_is_named_to_both(pair: Pair) -> None:
 async def test_a_local_request_is_one_call(pair: Pair) -> None:
     await pair.run(remote=False)
     assert not pair.fleet.prefill.bodies and "kv_transfer_params" not in pair.fleet.decode.bodies[0]
+
+
+@pytest.mark.parametrize("end", [EOS, 11])
+async def test_a_prompt_whose_first_token_is_an_end_is_sent_too(pair: Pair, end: int) -> None:
+    """Prefill sends only what ended by length, so nothing else may end it; whether it is an end is decode's to find."""
+    pair.fleet.prefill.tokens = pair.fleet.decode.tokens = [end]
+    pair.fleet.decode.finish_reason = "stop"
+    events = await pair.run(stop_token_ids=(11,))
+    assert [event.finish_reason for event in events if isinstance(event, TokenOutput)] == ["stop"]
+    first, second = pair.fleet.prefill.bodies[0], pair.fleet.decode.bodies[0]
+    assert first["ignore_eos"] is True and not {"stop", "stop_token_ids"} & set(first)
+    assert second["stop_token_ids"] == [EOS, 11] and second["ignore_eos"] is False
+    assert pair.worker.stats().num_transfer_failures == 0
+
+
+async def test_its_servers_keep_the_role_they_were_started_with(pair: Pair) -> None:
+    """Case: its scheduler breaks on a request of the other role."""
+    assert not await pair.worker.switch_role("prefill", 1.0)
+    assert pair.worker.role == "decode" and await pair.worker.switch_role("decode", 1.0)
 
 
 @pytest.mark.parametrize(
