@@ -59,7 +59,8 @@ async def _once(asking: Asking, prefill: ServerFacts, decode: ServerFacts, key: 
         "ignore_eos": True,
         "cache_salt": salt,
     }
-    warm = await asking.post(f"{prefill.url}/v1/completions", {**body, "max_tokens": 1}, None, asking.model_s)
+    headers = {INTERNAL_KEY_HEADER.decode(): key}  # workers that others can reach generate for nobody without it
+    warm = await asking.post(f"{prefill.url}/v1/completions", {**body, "max_tokens": 1}, headers, asking.model_s)
     _expect(warm.status, warm.body, prefill.name)
     internal = InternalRequest(
         request_id=secrets.token_hex(12),
@@ -68,7 +69,6 @@ async def _once(asking: Asking, prefill: ServerFacts, decode: ServerFacts, key: 
         deadline_s=asking.model_s,
         cache_salt=salt,
     )
-    headers = {INTERNAL_KEY_HEADER.decode(): key}
     answer = await asking.post(f"{decode.url}/v1/completions", {**body, "kvbaton": internal}, headers, asking.model_s)
     _expect(answer.status, answer.body, decode.name)
     try:
