@@ -6,7 +6,9 @@ sockets or about what is wrong with a value (``findings``).
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -53,6 +55,11 @@ class ServerFacts(msgspec.Struct, frozen=True):
     members: tuple[str, ...] = ()  # of a router: those it does not use, and why
     unread: tuple[str, ...] = ()  # what could not be looked at, and why
 
+    @property
+    def kv_host_from_here(self) -> str:
+        """Where it names what everybody takes for their own machine, that is its own, which may not be ours."""
+        return (urlsplit(self.url).hostname or "") if is_own_machine(self.kv_host) else self.kv_host.strip("[]")
+
 
 class PairFacts(msgspec.Struct, frozen=True):
     """One hand-off that was really made."""
@@ -83,3 +90,14 @@ def parse_target(text: str, taken: int) -> Target:
         raise LocalError(f"{text!r} is no server to look at", field="targets", fix=fix)
     found: TargetRole = role  # type: ignore[assignment]
     return Target(name or f"{role}-{taken}", found, url.rstrip("/"))
+
+
+def is_own_machine(host: str) -> bool:
+    """Whether everybody takes it for their own machine: a loopback address, or the wildcard of those who listen."""
+    if host == "localhost":
+        return True
+    try:
+        found = ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return found.is_loopback or found.is_unspecified

@@ -7,13 +7,12 @@ known is never a finding of a difference; each finding names who, what and the f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_address
 from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts
+from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts, is_own_machine
 from kvbaton.kv.compat import blocking, differences
 
 MAX_SKEW_S = 2.0  # HTTP tells whole seconds
@@ -97,9 +96,11 @@ def _address(server: ServerFacts, servers: Sequence[ServerFacts]) -> Iterator[Fi
         return
     at = f"{server.kv_host}:{server.kv_port}"
     elsewhere = [
-        other.name for other in servers if other.role == "decode" and not is_loopback(_host(other)) and not other.behind
+        other.name
+        for other in servers
+        if other.role == "decode" and not is_own_machine(_host(other)) and not other.behind
     ]
-    if is_loopback(server.kv_host) and (elsewhere or not is_loopback(_host(server))):
+    if is_own_machine(server.kv_host) and (elsewhere or not is_own_machine(_host(server))):
         variable = "VLLM_NIXL_SIDE_CHANNEL_HOST" if server.engine == "vllm" else "--kv-host"
         what = f"peers are sent to {at}, which is their own machine"
         yield Finding("error", "localhost", server.name, what, f"set {variable} to an address that peers reach")
@@ -189,12 +190,3 @@ def _measured(pair: PairFacts, min_gb_per_s: float) -> Iterator[Finding]:
 
 def _host(server: ServerFacts) -> str:
     return urlsplit(server.url).hostname or ""
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -181,7 +181,7 @@ async def _reach(facts: ServerFacts) -> ServerFacts:
         return facts
     try:
         async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(facts.kv_host.strip("[]"), facts.kv_port)
+            _, writer = await asyncio.open_connection(facts.kv_host_from_here, facts.kv_port)
         writer.close()
     except TimeoutError:
         return msgspec.structs.replace(facts, kv_trouble=f"no connection within {CONNECT_S:g} s")

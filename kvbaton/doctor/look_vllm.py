@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -125,10 +124,8 @@ async def _side_channel(facts: ServerFacts) -> ServerFacts:
         return facts
     if importlib.util.find_spec("zmq") is None:
         return _unread(facts, "without pyzmq (kvbaton[vllm]) its compatibility hash is not read")
-    # Where it says localhost, that is still its own host, which may be ours.
-    host = facts.kv_host if facts.kv_host != "localhost" else urlsplit(facts.url).hostname or ""
     try:
-        envelope, metadata = await _ask_metadata(host, facts.kv_port)
+        envelope, metadata = await _ask_metadata(facts.kv_host_from_here, facts.kv_port)
     except TimeoutError:
         return _unread(facts, f"its side channel {facts.kv_host}:{facts.kv_port} is silent for {_SIDE_CHANNEL_S:g} s")
     except (OSError, *_LOST) as error:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts, parse_target
-from kvbaton.doctor.findings import Finding, diagnose, is_loopback
+from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts, is_own_machine, parse_target
+from kvbaton.doctor.findings import Finding, diagnose
 from kvbaton.doctor.report import report_text
 from kvbaton.types import Fingerprint, LocalError
 
@@ -85,6 +85,8 @@ def test_each_field_of_a_fingerprint_is_named_with_its_fix_but_for_ranks(field: 
 def test_where_peers_are_sent() -> None:
     assert codes(changed(PREFILL, kv_host="127.0.0.1"), DECODE) == ["error:localhost"]
     assert codes(changed(PREFILL, kv_host="localhost"), DECODE) == ["error:localhost"]
+    assert codes(changed(PREFILL, kv_host="0.0.0.0"), DECODE) == ["error:localhost"]
+    assert codes(changed(PREFILL, kv_host="::", kv_trouble="refused"), DECODE) == ["error:localhost"]
     assert codes(changed(PREFILL, kv_trouble="refused"), DECODE) == ["error:kv-port"]
     here = [changed(one, url="http://127.0.0.1:1", kv_host="127.0.0.1") for one in (PREFILL, DECODE)]
     assert codes(*here) == [], "on one machine that is right"
@@ -145,9 +147,9 @@ def test_targets() -> None:
             parse_target(text, 0)
 
 
-def test_loopback() -> None:
-    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]")))
-    assert not any(map(is_loopback, ("10.0.0.1", "host", "")))
+def test_what_everybody_takes_for_their_own_machine() -> None:
+    assert all(map(is_own_machine, ("localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]", "0.0.0.0", "::", "[::]")))
+    assert not any(map(is_own_machine, ("10.0.0.1", "host", "")))
 
 
 def test_a_finding_is_data() -> None:

@@ -160,11 +160,12 @@ async def test_a_side_channel_that_is_silent_is_told(monkeypatch: pytest.MonkeyP
         assert codes(await looked_at(*targets(prefill, decode))) == ["unread"]
 
 
-async def test_a_side_channel_on_localhost_is_right_on_one_machine_only() -> None:
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "::"])
+async def test_a_side_channel_on_localhost_is_right_on_one_machine_only(host: str) -> None:
     async with vllm_pair() as (prefill, decode):
-        prefill.host = "localhost"
+        prefill.host = host
         here = await looked_at(*targets(prefill, decode))
-        assert codes(here) == []
+        assert codes(here) == [] and here.servers[0].compatibility_hash, "its own host is asked, by the name we know"
         moved = [msgspec.structs.replace(one, url=one.url.replace("127.0.0.1", "10.0.0.9")) for one in here.servers]
         assert "localhost" in codes(Examination(tuple(moved)))
 
