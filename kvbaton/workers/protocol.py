@@ -172,6 +172,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     pid: int = 0  # of its process, on its own host
     kv_events: bool = False  # whether it answers ``/internal/kv-events``
     control_version: int = 1
+    engine_bootstrap_port: int = 0  # where it looks for MooncakeConnector's bootstrap servers; 0: nowhere
 
 
 class RequestReport(msgspec.Struct, frozen=True):
