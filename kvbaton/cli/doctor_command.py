@@ -41,10 +41,10 @@ def doctor_command(
         kvbaton doctor --config fleet.toml                  the workers that a fleet file lists
         kvbaton doctor prefill=http://p:8000 decode=http://d:8000
 
-    Servers are ours, vLLM's or SGLang's; which, is found out. Read are versions, fingerprints or what an engine tells
-    of them, block size, dtype, tensor parallelism, where peers are sent and whether that can be reached, and clocks;
-    then each pair of ours hands off a prompt. The fleet's key is read from KVBATON_INTERNAL_KEY, vLLM's from
-    VLLM_API_KEY.
+    Servers are ours, vLLM's, SGLang's or TensorRT-LLM's; which, is found out. Read are versions, fingerprints or what
+    an engine tells of them, block size, dtype, tensor parallelism, where peers are sent and whether that can be
+    reached, and clocks; then each pair of ours hands off a prompt. The fleet's key is read from KVBATON_INTERNAL_KEY,
+    those of other servers from VLLM_API_KEY, SGLANG_API_KEY and TRTLLM_API_KEY.
     """
     from kvbaton.doctor.findings import diagnose
     from kvbaton.doctor.report import report_text
@@ -61,11 +61,13 @@ def doctor_command(
 
 async def _examine(given: tuple[str, ...], pid: int | None, config: Path | None, how: dict[str, Any]) -> Examination:
     from kvbaton.doctor.examine import How, examine
+    from kvbaton.doctor.facts import KEY_VARIABLES, Keys
 
     targets, key = await _targets(given, pid, config)
+    keys = Keys(key, **{engine: os.environ.get(name, "") for engine, name in KEY_VARIABLES.items()})
     num_tokens = how["tokens"] if how["measure"] else 0
     what = How(how["probe"], num_tokens, how["repeats"], how["timeout_s"])
-    return await examine(targets, key, os.environ.get("VLLM_API_KEY", ""), what)
+    return await examine(targets, keys, what)
 
 
 async def _targets(given: tuple[str, ...], pid: int | None, config: Path | None) -> tuple[list[Target], str]:

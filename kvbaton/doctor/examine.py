@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from kvbaton.doctor.facts import Examination, Target
+from kvbaton.doctor.facts import Examination, Keys, Target
 from kvbaton.doctor.findings import pairs_of
 from kvbaton.doctor.look import Asking, look_at_all
 from kvbaton.doctor.measure import measure_pairs
@@ -23,14 +23,15 @@ class How:
     model_s: float = 60.0  # for an answer that a model has to compute
 
 
-async def examine(targets: Sequence[Target], key: str, api_key: str, how: How) -> Examination:
+async def examine(targets: Sequence[Target], keys: Keys, how: How) -> Examination:
     async with aiohttp.ClientSession(trust_env=False) as session:
         asking = Asking(session, how.model_s)
-        servers = await look_at_all(asking, targets, key, api_key, how.probe)
+        servers = await look_at_all(asking, targets, keys, how.probe)
         pairs = [
             (prefill, decode)
             for prefill, decode in pairs_of(servers)
             if prefill.engine == decode.engine == "kvbaton" and prefill.kv_host and not prefill.kv_trouble
         ]
-        found = await measure_pairs(asking, pairs, key, how.num_tokens, how.repeats) if key and how.num_tokens else []
+        wanted = bool(keys.internal and how.num_tokens)
+        found = await measure_pairs(asking, pairs, keys.internal, how.num_tokens, how.repeats) if wanted else []
     return Examination(tuple(servers), tuple(found))

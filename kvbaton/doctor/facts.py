@@ -6,7 +6,9 @@ sockets or about what is wrong with a value (``findings``).
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -14,6 +16,17 @@ from kvbaton.types import Fingerprint, LocalError, Role
 
 TargetRole = Literal["prefill", "decode", "both", "router"]
 ROLES: tuple[TargetRole, ...] = ("prefill", "decode", "both", "router")
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "sglang": "SGLANG_API_KEY", "trtllm": "TRTLLM_API_KEY"}
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """What lets us in: the fleet's own key, and those that servers of other engines were started with."""
+
+    internal: str = ""
+    vllm: str = ""
+    sglang: str = ""
+    trtllm: str = ""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -29,9 +42,11 @@ class ServerFacts(msgspec.Struct, frozen=True):
     name: str
     role: TargetRole
     url: str
-    engine: str = ""  # kvbaton, vllm, sglang
+    engine: str = ""  # kvbaton, vllm, sglang, trtllm
     behind: str = ""  # the worker of ours that drives it
+    backend: str = ""  # of a worker of ours: the engine that it drives; empty: it computes itself
     trouble: str = ""  # it could not be read, and why
+    remedy: str = ""  # what would let it be read, where that is known
     version: str = ""
     state: str = ""  # in its own words
     says_role: Role | None = None
@@ -50,8 +65,16 @@ class ServerFacts(msgspec.Struct, frozen=True):
     kv_port: int = 0
     kv_trouble: str = ""  # that address could not be reached from here, and why
     connector: bool | None = None  # whether it hands off KV at all
+    connector_name: str = ""  # vLLM's name of what does
+    bootstrap_port: int = 0  # where a worker of ours looks for MooncakeConnector's bootstrap server; and of that server
     members: tuple[str, ...] = ()  # of a router: those it does not use, and why
     unread: tuple[str, ...] = ()  # what could not be looked at, and why
+    untold: tuple[str, ...] = ()  # what an engine tells nobody
+
+    @property
+    def kv_host_from_here(self) -> str:
+        """Where it names what everybody takes for their own machine, that is its own, which may not be ours."""
+        return (urlsplit(self.url).hostname or "") if is_own_machine(self.kv_host) else self.kv_host.strip("[]")
 
 
 class PairFacts(msgspec.Struct, frozen=True):
@@ -83,3 +106,25 @@ def parse_target(text: str, taken: int) -> Target:
         raise LocalError(f"{text!r} is no server to look at", field="targets", fix=fix)
     found: TargetRole = role  # type: ignore[assignment]
     return Target(name or f"{role}-{taken}", found, url.rstrip("/"))
+
+
+def locked_out(facts: ServerFacts, engine: str, tried: bool) -> ServerFacts:
+    """A server of that engine which wants a key. ``tried``: it had one of us."""
+    variable = KEY_VARIABLES[engine]
+    return msgspec.structs.replace(
+        facts,
+        engine=engine,
+        trouble="it does not take the key that it was given" if tried else "it wants an API key",
+        remedy=f"set {variable} to the key that the {ENGINE_NAMES[engine]} server was started with",
+    )
+
+
+def is_own_machine(host: str) -> bool:
+    """Whether everybody takes it for their own machine: a loopback address, or the wildcard of those who listen."""
+    if host == "localhost":
+        return True
+    try:
+        found = ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return found.is_loopback or found.is_unspecified

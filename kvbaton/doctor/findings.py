@@ -1,25 +1,29 @@
 """What is wrong with a fleet, by what was read of it, and the fix for each: one table of checks over plain facts.
 
-An ``error`` makes hand-offs fail, or answers wrong; a ``warning`` costs time, memory or trust. Invariants: what is not
-known is never a finding of a difference; each finding names who, what and the fix. Pure.
+An ``error`` makes hand-offs fail, or answers wrong; a ``warning`` costs time, memory or trust; an ``info`` is what an
+engine keeps to itself, and nothing is wrong for it. Invariants: what is not known is never a finding of a difference;
+each finding names who, what and the fix. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ipaddress import ip_address
 from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts
+from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts, is_own_machine
 from kvbaton.kv.compat import blocking, differences
 
+Severity = Literal["error", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 MAX_SKEW_S = 2.0  # HTTP tells whole seconds
+NO_RATE = "the rate is not measured: its engine does not tell how long a transfer took"
 _FIXES = {
     "protocol_version": "run one version of kvbaton on both",
-    "model_revision": "point both at the same copy of the model; another revision's KV is noise to it",
+    "model_revision": "point both at the same copy of the model, and run one version of an engine behind both; "
+    "another revision's KV is noise to it",
     "num_layers": "serve the same model on both",
     "num_kv_heads": "serve the same model on both",
     "head_dim": "serve the same model on both",
@@ -29,7 +33,7 @@ _FIXES = {
 
 
 class Finding(msgspec.Struct, frozen=True):
-    severity: Literal["error", "warning"]
+    severity: Severity
     code: str  # stable, for programs
     subject: str  # a server, or prefill -> decode
     what: str
@@ -37,7 +41,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def diagnose(found: Examination, min_gb_per_s: float = 0.0) -> list[Finding]:
-    """Errors first, otherwise in the order of the servers."""
+    """Errors first, then warnings, otherwise in the order of the servers."""
     findings = [*_pools(found.servers)]
     for server in found.servers:
         findings += _server(server, found.servers)
@@ -45,7 +49,7 @@ def diagnose(found: Examination, min_gb_per_s: float = 0.0) -> list[Finding]:
         findings += _pair(prefill, decode)
     for pair in found.pairs:
         findings += _measured(pair, min_gb_per_s)
-    return sorted(findings, key=lambda finding: finding.severity != "error")
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def pairs_of(servers: Sequence[ServerFacts]) -> list[tuple[ServerFacts, ServerFacts]]:
@@ -71,16 +75,15 @@ def _pools(servers: Sequence[ServerFacts]) -> Iterator[Finding]:
 def _server(server: ServerFacts, servers: Sequence[ServerFacts]) -> Iterator[Finding]:
     name = server.name
     if server.trouble:
-        yield Finding("error", "unreadable", name, server.trouble, f"see whether {server.url} runs and answers there")
+        fix = server.remedy or f"see whether {server.url} runs and answers there"
+        yield Finding("error", "unreadable", name, server.trouble, fix)
         return
     if server.says_role is not None and server.says_role != server.role:
         what = f"it says its role is {server.says_role}, not {server.role}"
         yield Finding("error", "role", name, what, f"start it with --role {server.role}, or list it as it is")
     if server.state not in ("", "serving"):
         yield Finding("warning", "state", name, f"it is {server.state}", "wait until it serves")
-    if server.connector is False:
-        fix = "start it with --kv-transfer-config and its KV connector"
-        yield Finding("error", "no-connector", name, "it offers no KV: it was started without a connector", fix)
+    yield from _connector(server, servers)
     if server.skew_s is not None and abs(server.skew_s) > MAX_SKEW_S:
         what = f"its clock is {abs(server.skew_s):.0f} s {'ahead of' if server.skew_s > 0 else 'behind'} ours"
         yield Finding("warning", "clock", name, what, "run a time service on every host")
@@ -89,6 +92,26 @@ def _server(server: ServerFacts, servers: Sequence[ServerFacts]) -> Iterator[Fin
     yield from _address(server, servers)
     for unread in server.unread:
         yield Finding("warning", "unread", name, unread, "what could not be read was not checked")
+    for untold in server.untold:
+        yield Finding("info", "untold", name, untold, "compare what both sides were started with")
+
+
+def _connector(server: ServerFacts, servers: Sequence[ServerFacts]) -> Iterator[Finding]:
+    """Whether it hands off KV at all; who does both need not. vLLM's has figures of its own, or nobody knows."""
+    others = [other for other in servers if other.connector_name]
+    unknown = server.engine == "vllm" and not server.connector_name
+    if server.connector is False and server.role != "both":
+        fix = "start it with a KV connector (vLLM: --kv-transfer-config; SGLang: --disaggregation-mode)"
+        what = "it offers no KV: it was started without a connector"
+        yield Finding("error", "no-connector", server.name, what, fix)
+    elif unknown and others and server.role != "both":
+        what = f"it shows no figures of a KV connector, where {others[0].name} has {others[0].connector_name}"
+        fix = "start it with the --kv-transfer-config of its peers"
+        yield Finding("error", "no-connector", server.name, what, fix)
+    elif unknown:
+        what = "which KV connector it has, if any, is not known: it shows no figures of one"
+        fix = "see that its --kv-transfer-config is that of its peers"
+        yield Finding("info", "connector-unknown", server.name, what, fix)
 
 
 def _address(server: ServerFacts, servers: Sequence[ServerFacts]) -> Iterator[Finding]:
@@ -97,14 +120,19 @@ def _address(server: ServerFacts, servers: Sequence[ServerFacts]) -> Iterator[Fi
         return
     at = f"{server.kv_host}:{server.kv_port}"
     elsewhere = [
-        other.name for other in servers if other.role == "decode" and not is_loopback(_host(other)) and not other.behind
+        other.name
+        for other in servers
+        if other.role == "decode" and not is_own_machine(_host(other)) and not other.behind
     ]
-    if is_loopback(server.kv_host) and (elsewhere or not is_loopback(_host(server))):
-        variable = "VLLM_NIXL_SIDE_CHANNEL_HOST" if server.engine == "vllm" else "--kv-host"
+    mooncake = server.connector_name == "MooncakeConnector"
+    if is_own_machine(server.kv_host) and (elsewhere or not is_own_machine(_host(server))):
+        variable = "VLLM_NIXL_SIDE_CHANNEL_HOST" if server.engine == "vllm" and not mooncake else "--kv-host"
         what = f"peers are sent to {at}, which is their own machine"
         yield Finding("error", "localhost", server.name, what, f"set {variable} to an address that peers reach")
     elif server.kv_trouble:
         fix = "open the port between the hosts, or name an address that peers reach"
+        if mooncake or server.bootstrap_port:
+            fix += "; --engine-bootstrap-port is the VLLM_MOONCAKE_BOOTSTRAP_PORT of the prefill servers"
         yield Finding("error", "kv-port", server.name, f"{at}: {server.kv_trouble}", fix)
 
 
@@ -118,6 +146,10 @@ def _pair(prefill: ServerFacts, decode: ServerFacts) -> Iterator[Finding]:
         for one in blocking(differences(prefill.fingerprint, decode.fingerprint)):
             what = f"{one.field}: {one.ours} against {one.theirs}"
             yield Finding("error", f"fingerprint-{one.field}", subject, what, _FIXES[one.field])
+    names = (prefill.connector_name, decode.connector_name)
+    if all(names) and names[0] != names[1]:
+        what = f"{names[0]} on one side, {names[1]} on the other"
+        yield Finding("error", "connector", subject, what, "start both with the same KV connector")
     yield from _versions(prefill, decode, subject)
     if prefill.model and decode.model and prefill.model != decode.model:
         what = f"they serve {prefill.model} and {decode.model}"
@@ -132,7 +164,7 @@ def _pair(prefill: ServerFacts, decode: ServerFacts) -> Iterator[Finding]:
 def _versions(prefill: ServerFacts, decode: ServerFacts, subject: str) -> Iterator[Finding]:
     both = bool(prefill.version and decode.version)
     if both and prefill.version != decode.version:
-        severity: Literal["error", "warning"] = "warning" if prefill.engine == "kvbaton" else "error"
+        severity: Severity = "warning" if prefill.engine == "kvbaton" else "error"
         what = f"version {prefill.version} against {decode.version}"
         yield Finding(severity, "version", subject, what, f"run one version of {prefill.engine} on both")
     hashes = (prefill.compatibility_hash, decode.compatibility_hash)
@@ -182,6 +214,9 @@ def _measured(pair: PairFacts, min_gb_per_s: float) -> Iterator[Finding]:
     if pair.trouble:
         fix = "see the findings about these two, and the logs of both"
         yield Finding("error", "hand-off", subject, f"a hand-off failed: {pair.trouble}", fix)
+    elif pair.gb_per_s is None and min_gb_per_s:
+        fix = "look at what its engine's own figures say under traffic"
+        yield Finding("warning", "unmeasured", subject, f"{NO_RATE}; {min_gb_per_s:g} GB/s were asked for", fix)
     elif (rate := pair.gb_per_s) is not None and rate < min_gb_per_s:
         what = f"{rate:.2f} GB/s, less than the {min_gb_per_s:g} that were asked for"
         yield Finding("error", "slow", subject, what, "look at the link: `kvbaton link` between these hosts")
@@ -189,12 +224,3 @@ def _measured(pair: PairFacts, min_gb_per_s: float) -> Iterator[Finding]:
 
 def _host(server: ServerFacts) -> str:
     return urlsplit(server.url).hostname or ""
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

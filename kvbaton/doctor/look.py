@@ -16,8 +16,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from kvbaton.doctor.facts import ServerFacts, Target
+from kvbaton.doctor.facts import ENGINE_NAMES, KEY_VARIABLES, Keys, ServerFacts, Target
+from kvbaton.doctor.look_mooncake import with_mooncake
 from kvbaton.doctor.look_sglang import look_at_sglang
+from kvbaton.doctor.look_trtllm import look_at_trtllm
 from kvbaton.doctor.look_vllm import look_at_vllm
 from kvbaton.types import UNREADABLE, Fingerprint, RemoteError
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
@@ -26,7 +28,6 @@ from kvbaton.workers.vllm_server import key_for_servers
 ANSWER_S = 5.0
 CONNECT_S = 3.0
 _MAX_BYTES = 8 * 1024 * 1024
-_VLLM_MARK = "/vllm-"  # in the revision that a worker over vLLM tells
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -87,18 +88,16 @@ class Asking:
             raise RemoteError(f"no answer from {url}: {error or type(error).__name__}", field="url") from None
 
 
-async def look_at_all(
-    asking: Asking, targets: Sequence[Target], key: str, api_key: str, probe: bool
-) -> list[ServerFacts]:
+async def look_at_all(asking: Asking, targets: Sequence[Target], keys: Keys, probe: bool) -> list[ServerFacts]:
     """All at once. ``probe``: servers of other engines are asked for one token, to see what they offer."""
-    found = await asyncio.gather(*(_look_at(asking, target, key, api_key, probe) for target in targets))
-    return [facts for several in found for facts in several]
+    found = await asyncio.gather(*(_look_at(asking, target, keys, probe) for target in targets))
+    return await with_mooncake(asking, [facts for several in found for facts in several])
 
 
-async def _look_at(asking: Asking, target: Target, key: str, api_key: str, probe: bool) -> list[ServerFacts]:
+async def _look_at(asking: Asking, target: Target, keys: Keys, probe: bool) -> list[ServerFacts]:
     facts = ServerFacts(target.name, target.role, target.url)
     try:
-        headers = {INTERNAL_KEY_HEADER.decode(): key} if key and target.role == "router" else {}
+        headers = {INTERNAL_KEY_HEADER.decode(): keys.internal} if keys.internal and target.role == "router" else {}
         version = await asking.get(target.url + "/version", headers)
         skew_s = skew_of(version)
         told = version.json()
@@ -109,19 +108,40 @@ async def _look_at(asking: Asking, target: Target, key: str, api_key: str, probe
             trouble = f"it answers {version.status} to /version: no worker is ready yet"
             return [msgspec.structs.replace(facts, trouble=trouble)]
         if version.status == 200 and isinstance(told, dict) and "kvbaton" in told:
-            found = await _look_at_ours(asking, target, told, key, probe)
-        elif (sglang := await look_at_sglang(asking, facts, api_key)) is not None:
-            found = [sglang]
+            found = await _look_at_ours(asking, target, told, keys, probe)
         else:
-            found = [await look_at_vllm(asking, facts, api_key, probe)]
+            found = [await _look_at_another(asking, facts, keys, probe)]
     except RemoteError as error:
         return [msgspec.structs.replace(facts, trouble=str(error))]
     reached = [await _reach(one) for one in found]
     return [msgspec.structs.replace(one, skew_s=one.skew_s if one.behind else skew_s) for one in reached]
 
 
+async def _look_at_another(asking: Asking, facts: ServerFacts, keys: Keys, probe: bool) -> ServerFacts:
+    """A server of another engine: whichever knows its answers for its own."""
+    return (
+        await look_at_sglang(asking, facts, keys.sglang)
+        or await look_at_trtllm(asking, facts, keys.trtllm)
+        or await look_at_vllm(asking, facts, (keys.vllm,), probe)
+        or await _stranger(asking, facts)
+    )
+
+
+async def _stranger(asking: Asking, facts: ServerFacts) -> ServerFacts:
+    status = (await asking.get(facts.url + "/v1/models")).status
+    if status in (401, 403):
+        trouble = "it wants an API key, and without it does not say which engine it is"
+        remedy = f"set that of {', '.join(KEY_VARIABLES.values())} which is its engine's to the key of the server"
+        return msgspec.structs.replace(facts, trouble=trouble, remedy=remedy)
+    if status != 200:
+        return msgspec.structs.replace(facts, trouble=f"it lists no model (status {status}): which engine is it?")
+    trouble = "its figures are those of no engine that is known here: which engine is it?"
+    remedy = "name a server of ours, vLLM's, SGLang's or TensorRT-LLM's that has its figures switched on"
+    return msgspec.structs.replace(facts, trouble=trouble, remedy=remedy)
+
+
 async def _look_at_ours(
-    asking: Asking, target: Target, told: dict[str, Any], key: str, probe: bool
+    asking: Asking, target: Target, told: dict[str, Any], keys: Keys, probe: bool
 ) -> list[ServerFacts]:
     facts = ServerFacts(
         name=target.name,
@@ -135,11 +155,11 @@ async def _look_at_ours(
         fingerprint=_fingerprint(told.get("fingerprint")),
     )
     if target.role == "router":
-        return [msgspec.structs.replace(facts, fingerprint=None, members=await _members(asking, target, key))]
-    if not key:
+        return [msgspec.structs.replace(facts, fingerprint=None, members=await _members(asking, target, keys.internal))]
+    if not keys.internal:
         unread = "without the fleet's key (KVBATON_INTERNAL_KEY) its role and its port for KV stay unknown"
         return [msgspec.structs.replace(facts, unread=(unread,))]
-    answer = await asking.get(target.url + "/internal/info", {INTERNAL_KEY_HEADER.decode(): key})
+    answer = await asking.get(target.url + "/internal/info", {INTERNAL_KEY_HEADER.decode(): keys.internal})
     if answer.status == 403:
         trouble = "it does not take this key: it has another KVBATON_INTERNAL_KEY, or none"
         return [msgspec.structs.replace(facts, trouble=trouble)]
@@ -153,12 +173,43 @@ async def _look_at_ours(
         host, _, text = target.kv_address.rpartition(":")
         port = int(text)
     facts = msgspec.structs.replace(
-        facts, state=info.state, says_role=info.role, kv_host=host, kv_port=port, kv_dtype=info.fingerprint.kv_dtype
+        facts,
+        state=info.state,
+        says_role=info.role,
+        kv_host=host,
+        kv_port=port,
+        kv_dtype=info.fingerprint.kv_dtype,
+        backend=_backend(info.fingerprint),
+        bootstrap_port=info.engine_bootstrap_port,
     )
-    if _VLLM_MARK not in info.fingerprint.model_revision:
-        return [facts]
-    engine = ServerFacts(f"{target.name}'s vLLM", target.role, f"http://{host}:{port}", behind=target.name)
-    return [facts, await look_at_vllm(asking, engine, key_for_servers(key), probe)]
+    return [facts, *await _look_behind(asking, facts, keys, probe)]
+
+
+def _backend(fingerprint: Fingerprint) -> str:
+    """A worker over another engine's server adds that engine and its version to the revision of the model."""
+    engine = fingerprint.model_revision.rpartition("/")[2].partition("-")[0]
+    return engine if engine in ENGINE_NAMES else ""
+
+
+async def _look_behind(asking: Asking, ours: ServerFacts, keys: Keys, probe: bool) -> list[ServerFacts]:
+    """The server that a worker of ours drives, where peers are sent to that server itself.
+
+    Peers of SGLang are sent to its bootstrap server, which a decode server has none of: those compare by themselves.
+    """
+    name = f"{ours.name}'s {ENGINE_NAMES.get(ours.backend, '')}"
+    host = f"[{ours.kv_host}]" if ":" in ours.kv_host and not ours.kv_host.startswith("[") else ours.kv_host
+    behind = ServerFacts(name, ours.role, f"http://{host}:{ours.kv_port}", behind=ours.name)
+    try:
+        if ours.backend == "vllm":
+            given = tuple(filter(None, (keys.vllm, key_for_servers(keys.internal))))
+            found = await look_at_vllm(asking, behind, given, probe)
+        elif ours.backend == "trtllm":
+            found = await look_at_trtllm(asking, behind, keys.trtllm)
+        else:
+            return []
+        return [found or await _stranger(asking, behind)]
+    except RemoteError as error:
+        return [msgspec.structs.replace(behind, trouble=str(error))]
 
 
 async def _members(asking: Asking, target: Target, key: str) -> tuple[str, ...]:
@@ -181,7 +232,7 @@ async def _reach(facts: ServerFacts) -> ServerFacts:
         return facts
     try:
         async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(facts.kv_host.strip("[]"), facts.kv_port)
+            _, writer = await asyncio.open_connection(facts.kv_host_from_here, facts.kv_port)
         writer.close()
     except TimeoutError:
         return msgspec.structs.replace(facts, kv_trouble=f"no connection within {CONNECT_S:g} s")

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvbaton.doctor.facts import ServerFacts
+from kvbaton.doctor.facts import ServerFacts, locked_out
 from kvbaton.types import RemoteError
 from kvbaton.workers.sglang_bootstrap import ROUTE_QUERY, decode_bootstrap
 
@@ -25,7 +25,10 @@ async def look_at_sglang(asking: Asking, facts: ServerFacts, api_key: str) -> Se
     """None when it is no SGLang server. RemoteError when it does not answer."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     for path in _INFO_PATHS:
-        told = (await asking.get(facts.url + path, headers)).json()
+        answer = await asking.get(facts.url + path, headers)
+        if answer.status in (401, 403) and await _has_its_figures(asking, facts.url):
+            return locked_out(facts, "sglang", bool(api_key))
+        told = answer.json()
         if isinstance(told, dict) and "disaggregation_mode" in told:
             break
     else:
@@ -48,6 +51,11 @@ async def look_at_sglang(asking: Asking, facts: ServerFacts, api_key: str) -> Se
     host, port = urlsplit(facts.url).hostname or "", _whole(told, "disaggregation_bootstrap_port")
     facts = msgspec.structs.replace(facts, kv_host=host, kv_port=port)
     return await _bootstrap(asking, facts) if port else facts
+
+
+async def _has_its_figures(asking: Asking, url: str) -> bool:
+    """They are shown to whoever asks, where the server shows any."""
+    return any(line.startswith(b"sglang:") for line in (await asking.get(url + "/metrics")).body.splitlines())
 
 
 async def _bootstrap(asking: Asking, facts: ServerFacts) -> ServerFacts:

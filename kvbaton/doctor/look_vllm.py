@@ -2,25 +2,29 @@
 
 ``/metrics`` carries the settings of its cache. What decides whether two servers may exchange KV is a hash that no page
 shows; the side channel tells it to whoever asks for the metadata of a transfer, which is what a decode server does
-first. Only rank 0 is asked for, which every server has. Knows nothing about what two answers mean together.
+first. Only rank 0 is asked for, which every server has. Invariant: only a server whose figures are NixlConnector's is
+asked for KV to be continued elsewhere, for which MooncakeConnector of a decode server would end the engine. Knows
+nothing about what two answers mean together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbaton.doctor.facts import ServerFacts
+from kvbaton.doctor.facts import ServerFacts, locked_out
 from kvbaton.types import UNREADABLE
 
 if TYPE_CHECKING:
     from kvbaton.doctor.look import Answer, Asking
 
+NIXL, MOONCAKE = "NixlConnector", "MooncakeConnector"
+_CONNECTOR_FIGURES = {NIXL: "vllm:nixl_", MOONCAKE: "vllm:mooncake_xfer_"}
 _SIDE_CHANNEL_S = 5.0
 _PROBE_BLOCKS = 2  # fewer full blocks and there would be nothing to offer
 _ASK_METADATA = msgspec.msgpack.encode((b"get_meta_msg", 0, 0))
@@ -41,21 +45,21 @@ class _Metadata(msgspec.Struct):
     attn_backend_name: str = ""
 
 
-async def look_at_vllm(asking: Asking, facts: ServerFacts, api_key: str, probe: bool) -> ServerFacts:
-    """RemoteError when it does not answer; a server of an unknown kind keeps ``trouble``."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    version, models = await asking.get(facts.url + "/version"), await asking.get(facts.url + "/v1/models", headers)
+async def look_at_vllm(asking: Asking, facts: ServerFacts, api_keys: Sequence[str], probe: bool) -> ServerFacts | None:
+    """None when it is no vLLM server. ``api_keys`` are tried in turn. RemoteError when it does not answer."""
+    headers, models = await _models(asking, facts.url, api_keys)
+    text = (await asking.get(facts.url + "/metrics", headers)).body.decode(errors="replace")
+    config = _cache_config(text)
+    if config is None:
+        return None
     if models.status in (401, 403):
-        return msgspec.structs.replace(facts, trouble="it wants an API key: set VLLM_API_KEY")
+        return locked_out(facts, "vllm", any(api_keys))
     card = _first_card(models)
     if card is None:
-        return msgspec.structs.replace(
-            facts, trouble=f"it lists no model (status {models.status}): which engine is it?"
-        )
-    told = version.json()
-    config = _cache_config((await asking.get(facts.url + "/metrics")).body.decode(errors="replace"))
-    if config is None:
-        return msgspec.structs.replace(facts, trouble="its /metrics are not vLLM's: which engine is it?")
+        trouble = f"it lists no model (status {models.status})"
+        return msgspec.structs.replace(facts, engine="vllm", trouble=trouble)
+    told = (await asking.get(facts.url + "/version", headers)).json()
+    connector = _connector(text)
     facts = msgspec.structs.replace(
         facts,
         engine="vllm",
@@ -65,8 +69,26 @@ async def look_at_vllm(asking: Asking, facts: ServerFacts, api_key: str, probe: 
         max_context=card["max_model_len"] if isinstance(card.get("max_model_len"), int) else 0,
         block_size=int(config["block_size"]) if config.get("block_size", "").isdecimal() else 0,
         kv_dtype=config.get("cache_dtype", ""),
+        connector=True if connector else None,
+        connector_name=connector,
     )
-    return await _probe(asking, facts, headers) if probe else facts
+    return await _probe(asking, facts, headers) if probe and connector == NIXL else facts
+
+
+async def _models(asking: Asking, url: str, api_keys: Sequence[str]) -> tuple[dict[str, str], Answer]:
+    """With the first key that is taken; the last answer when none is."""
+    first, *others = api_keys or ("",)
+    headers = {"authorization": f"Bearer {first}"} if first else {}
+    answer = await asking.get(url + "/v1/models", headers)
+    return await _models(asking, url, others) if answer.status in (401, 403) and others else (headers, answer)
+
+
+def _connector(text: str) -> str:
+    """By its figures, which are there from the start; empty where there are none, as with older versions."""
+    for name, start in _CONNECTOR_FIGURES.items():
+        if any(line.startswith(start) for line in text.splitlines()):
+            return name
+    return ""
 
 
 def _first_card(models: Answer) -> dict[str, Any] | None:
@@ -108,11 +130,10 @@ async def _probe(asking: Asking, facts: ServerFacts, headers: dict[str, str]) ->
         )
     offer = told.get("kv_transfer_params")
     if not isinstance(offer, dict):
-        return msgspec.structs.replace(facts, connector=False)
+        return _unread(facts, f"for a prompt of {num_tokens} tokens it offers no KV: its hash and address are not read")
     host, port, tp_size = offer.get("remote_host"), offer.get("remote_port"), offer.get("tp_size")
     facts = msgspec.structs.replace(
         facts,
-        connector=True,
         kv_host=host if isinstance(host, str) else "",
         kv_port=port if isinstance(port, int) else 0,
         tp_size=tp_size if isinstance(tp_size, int) else 0,
@@ -125,10 +146,8 @@ async def _side_channel(facts: ServerFacts) -> ServerFacts:
         return facts
     if importlib.util.find_spec("zmq") is None:
         return _unread(facts, "without pyzmq (kvbaton[vllm]) its compatibility hash is not read")
-    # Where it says localhost, that is still its own host, which may be ours.
-    host = facts.kv_host if facts.kv_host != "localhost" else urlsplit(facts.url).hostname or ""
     try:
-        envelope, metadata = await _ask_metadata(host, facts.kv_port)
+        envelope, metadata = await _ask_metadata(facts.kv_host_from_here, facts.kv_port)
     except TimeoutError:
         return _unread(facts, f"its side channel {facts.kv_host}:{facts.kv_port} is silent for {_SIDE_CHANNEL_S:g} s")
     except (OSError, *_LOST) as error:

@@ -1,8 +1,10 @@
 """Makes one hand-off after the other between each pair of our workers, and says what became of it.
 
-The prompt is computed on the prefill worker first, so that the hand-off waits for nothing but its last block; its own
-salt keeps it out of every other prompt's way, and out of the decode worker's cache. Invariants: a pair that fails says
-why in the words of the worker; one hand-off at a time. Knows nothing about what a rate means.
+The prompt is computed on the prefill worker first, so that the hand-off waits for nothing but its last block; tokens
+and a salt of its own keep it out of every other prompt's way, and out of the decode worker's cache. Where a prefill
+server is SGLang's or TensorRT-LLM's, which computes for a decode server only, the hand-off is all that is asked for.
+Only the embedded engine says how long a transfer took. Invariants: a pair that fails says why in the words of the
+worker; one hand-off at a time. Knows nothing about what a rate means.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from kvbaton.doctor.look import Asking
 from kvbaton.types import UNREADABLE, RemoteError
 from kvbaton.workers.generation import REPORT_HEADER
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, PeerAddress, RequestReport
+
+_NOT_ALONE = {"sglang", "trtllm"}  # their prefill servers answer nobody but a decode server
+_WITHOUT_SALTS = {"trtllm"}
 
 
 async def measure_pairs(
@@ -49,18 +54,22 @@ async def _measure(
 
 
 async def _once(asking: Asking, prefill: ServerFacts, decode: ServerFacts, key: str, num_tokens: int) -> RequestReport:
-    salt = f"doctor-{secrets.token_hex(8)}"
-    prompt = [1 + index % 97 for index in range(num_tokens)]
-    body = {
+    backends = {prefill.backend, decode.backend}
+    salt = "" if backends & _WITHOUT_SALTS else f"doctor-{secrets.token_hex(8)}"
+    prompt = [1 + secrets.randbelow(97) for _ in range(num_tokens)]
+    body: dict[str, object] = {
         "model": decode.model,
         "prompt": prompt,
         "max_tokens": 2,
         "temperature": 0,
         "ignore_eos": True,
-        "cache_salt": salt,
     }
-    warm = await asking.post(f"{prefill.url}/v1/completions", {**body, "max_tokens": 1}, None, asking.model_s)
-    _expect(warm.status, warm.body, prefill.name)
+    if salt:
+        body["cache_salt"] = salt
+    headers = {INTERNAL_KEY_HEADER.decode(): key}  # workers that others can reach generate for nobody without it
+    if not backends & _NOT_ALONE:
+        warm = await asking.post(f"{prefill.url}/v1/completions", {**body, "max_tokens": 1}, headers, asking.model_s)
+        _expect(warm.status, warm.body, prefill.name)
     internal = InternalRequest(
         request_id=secrets.token_hex(12),
         prompt_token_ids=(tuple(prompt),),
@@ -68,7 +77,6 @@ async def _once(asking: Asking, prefill: ServerFacts, decode: ServerFacts, key: 
         deadline_s=asking.model_s,
         cache_salt=salt,
     )
-    headers = {INTERNAL_KEY_HEADER.decode(): key}
     answer = await asking.post(f"{decode.url}/v1/completions", {**body, "kvbaton": internal}, headers, asking.model_s)
     _expect(answer.status, answer.body, decode.name)
     try:

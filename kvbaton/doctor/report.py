@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbaton.doctor.facts import Examination, ServerFacts
-from kvbaton.doctor.findings import Finding
+from kvbaton.doctor.findings import NO_RATE, Finding
 
 
 def report_text(found: Examination, findings: Sequence[Finding]) -> str:
@@ -16,15 +16,16 @@ def report_text(found: Examination, findings: Sequence[Finding]) -> str:
         lines.append("")
     for pair in found.pairs:
         rate = pair.gb_per_s
-        moved = f"{pair.num_bytes / 1e6:.2f} MB" + (f" in {pair.seconds * 1e3:.2f} ms, {rate:.2f} GB/s" if rate else "")
+        how_fast = f" in {pair.seconds * 1e3:.2f} ms, {rate:.2f} GB/s" if rate else f"; {NO_RATE}"
+        moved = f"{pair.num_bytes / 1e6:.2f} MB{how_fast}"
         lines.append(f"{pair.prefill} -> {pair.decode}: {pair.trouble or moved}")
     lines.append("")
     for finding in findings:
         lines.append(f"{finding.severity:<8} {finding.subject}: {finding.what}")
         lines.append(f"{'':<8} fix: {finding.fix}")
-    num_errors = sum(finding.severity == "error" for finding in findings)
-    num_warnings = len(findings) - num_errors
-    lines.append(f"{num_errors} error(s), {num_warnings} warning(s)" if findings else "nothing is wrong")
+    num_errors, num_warnings = (sum(one.severity == kind for one in findings) for kind in ("error", "warning"))
+    counted = f"{num_errors} error(s), {num_warnings} warning(s)"
+    lines.append(counted if num_errors or num_warnings else "nothing is wrong")
     return "\n".join(lines)
 
 

@@ -138,6 +138,7 @@ async def run_worker(
                 closed=is_closed(settings),
                 own_pages_only=settings.clients == "auto",
                 kv_host=settings.kv_host or urlsplit(settings.engine_url).hostname or "",
+                engine_bootstrap_port=settings.engine_bootstrap_port,
                 chunk_tokens=settings.chunk_tokens,
                 max_running=settings.max_running,
                 max_body_bytes=settings.max_body_bytes,

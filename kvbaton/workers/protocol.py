@@ -178,6 +178,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     kv_events: bool = False  # whether it answers ``/internal/kv-events``
     control_version: int = 1
     serves_alone: bool = True  # False: it is of use only in a pair of prefill and decode worker
+    engine_bootstrap_port: int = 0  # where it looks for MooncakeConnector's bootstrap servers; 0: nowhere
 
 
 class RequestReport(msgspec.Struct, frozen=True):

@@ -77,6 +77,7 @@ class ServerOptions:
     closed: bool = False  # only who has that key may generate: the router is where clients are let in
     own_pages_only: bool = False  # nothing is taken from pages of other sites
     kv_host: str = ""  # where peers find the hand-off server; empty: where they find this one
+    engine_bootstrap_port: int = 0  # of servers with MooncakeConnector behind this worker and its peers
     chunk_tokens: int = 512  # of one engine step
     max_running: int = 64  # sequences in one batch
     max_body_bytes: int = 16 * 1024 * 1024
@@ -235,6 +236,7 @@ class WorkerServer:
             pid=os.getpid(),
             control_version=CONTROL_VERSION,
             serves_alone=self.worker.serves_alone,
+            engine_bootstrap_port=self.options.engine_bootstrap_port,
         )
 
     @staticmethod

@@ -105,7 +105,8 @@ class SglangWorker:
         if self.role == "prefill":
             self.kv_port = info.disaggregation_bootstrap_port or 0
         revision = f"{self.config.revision}/sglang-{self.version}"
-        self.fingerprint = fingerprint_of(self._layout(), revision, self.config.rope_text, info.tp_size or 1)
+        whole = fingerprint_of(self._layout(), revision, self.config.rope_text)  # the layout is of the whole model
+        self.fingerprint = msgspec.structs.replace(whole, tp_size=info.tp_size or 1)
         await self.engine.scrape()
         self._watching = asyncio.create_task(self.engine.watch())
 

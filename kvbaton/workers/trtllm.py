@@ -39,7 +39,7 @@ _GLOBAL_ID_FROM = 2**42  # smaller request ids are a server's own
 _MAX_ID = 2**63 - 1
 _GOES_ON = ("length", "not_finished")  # of context: generation has the rest
 _HEADERS = {"content-type": "application/json"}
-_METRICS_PATH = "/prometheus/metrics"
+METRICS_PATH = "/prometheus/metrics"
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class _Card(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
+class Models(msgspec.Struct):
     data: list[_Card]
 
 
-class _Version(msgspec.Struct):
+class Version(msgspec.Struct):
     version: str = ""
 
 
@@ -99,7 +99,7 @@ class TrtllmWorker:
         self.version = ""
         self.kv_port = int(options.url.rpartition(":")[2])
         self.engine = EngineServer(
-            options.url, options.api_key, TRTLLM, options.max_running, options.max_waiting, _METRICS_PATH
+            options.url, options.api_key, TRTLLM, options.max_running, options.max_waiting, METRICS_PATH
         )
         self.fingerprint = fingerprint_of(self._layout(), config.revision, config.rope_text)
         self._watching: asyncio.Task[None] | None = None
@@ -115,10 +115,10 @@ class TrtllmWorker:
     async def start(self) -> None:
         """RemoteError when the server is not what it should be."""
         await self.engine.open()
-        names = [card.id for card in (await self.engine.get_json("/v1/models", _Models)).data]
+        names = [card.id for card in (await self.engine.get_json("/v1/models", Models)).data]
         if self.options.model_name not in names:
             raise RemoteError(f"the server has {', '.join(names)}, not {self.options.model_name}", field="model")
-        self.version = (await self.engine.get_json("/version", _Version)).version
+        self.version = (await self.engine.get_json("/version", Version)).version
         await self.engine.scrape()
         revision = f"{self.config.revision}/trtllm-{self.version}"
         self.fingerprint = fingerprint_of(self._layout(), revision, self.config.rope_text)

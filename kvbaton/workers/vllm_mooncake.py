@@ -30,7 +30,7 @@ class _Engine(msgspec.Struct, frozen=True):
     engine_id: str
 
 
-_ENGINES = msgspec.json.Decoder(dict[int, _Engine])
+ENGINES = msgspec.json.Decoder(dict[int, _Engine])
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ async def _ask(engine: EngineServer, address: str) -> dict[int, str]:
         status, raw = await engine.get("/query", address)
         if status != 200:
             raise RemoteError(f"the bootstrap server at {address} answers {status}")
-        found = {rank: entry.engine_id for rank, entry in _ENGINES.decode(raw).items() if entry.engine_id}
+        found = {rank: entry.engine_id for rank, entry in ENGINES.decode(raw).items() if entry.engine_id}
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise RemoteError(f"bootstrap at {address}: {type(error).__name__}: {error}") from None
     except UNREADABLE as error:

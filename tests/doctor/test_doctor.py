@@ -72,6 +72,12 @@ def test_a_good_pair_hands_off_and_says_how_fast(workers: Workers) -> None:
     assert pair["num_bytes"] > 0 and pair["seconds"] > 0 and pair["repeats"] == 3
 
 
+def test_workers_that_generate_for_nobody_without_the_key_hand_off(workers: Workers) -> None:
+    prefill, decode = (workers(f"{role}-closed", role, "--clients", "refuse") for role in ("prefill", "decode"))
+    found = run(f"prefill={prefill}", f"decode={decode}", expected=0)
+    assert found["findings"] == [] and found["pairs"][0]["num_bytes"] > 0
+
+
 def test_other_weights_and_block_sizes_are_found_and_the_hand_off_is_refused(workers: Workers) -> None:
     other = workers("d-other", "decode", "--block-size", "32", seed=1)
     found = run(f"prefill={workers('p', 'prefill')}", f"other:decode={other}", expected=1)

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts, parse_target
-from kvbaton.doctor.findings import Finding, diagnose, is_loopback
+from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts, is_own_machine, parse_target
+from kvbaton.doctor.findings import SEVERITIES, Finding, diagnose
 from kvbaton.doctor.report import report_text
 from kvbaton.types import Fingerprint, LocalError
 
@@ -37,7 +37,7 @@ def codes(*servers: ServerFacts, pairs: tuple[PairFacts, ...] = (), min_gb_per_s
     assert all(finding.what and finding.fix for finding in findings)
     text = report_text(found, findings)
     assert all(finding.fix in text for finding in findings)
-    severities = [finding.severity for finding in findings]
+    severities = [SEVERITIES.index(finding.severity) for finding in findings]
     assert severities == sorted(severities), "errors come first"
     return [f"{finding.severity}:{finding.code}" for finding in findings]
 
@@ -58,11 +58,12 @@ def test_a_good_fleet_has_no_findings() -> None:
         ({"says_role": "prefill"}, ["error:role"]),
         ({"state": "draining"}, ["warning:state"]),
         ({"connector": False}, ["error:no-connector"]),
+        ({"untold": ("its dtype",)}, ["info:untold"]),
         ({"skew_s": 40.0}, ["warning:clock"]),
         ({"skew_s": -40.0}, ["warning:clock"]),
         ({"skew_s": None}, []),
         ({"unread": ("no key",)}, ["warning:unread"]),
-        ({"engine": "vllm"}, ["error:engine"]),
+        ({"engine": "sglang"}, ["error:engine"]),
         ({"version": "0.2"}, ["warning:version"]),
         ({"model": "other"}, ["error:model"]),
         ({"block_size": 32}, ["warning:block-size"]),
@@ -85,16 +86,19 @@ def test_each_field_of_a_fingerprint_is_named_with_its_fix_but_for_ranks(field: 
 def test_where_peers_are_sent() -> None:
     assert codes(changed(PREFILL, kv_host="127.0.0.1"), DECODE) == ["error:localhost"]
     assert codes(changed(PREFILL, kv_host="localhost"), DECODE) == ["error:localhost"]
+    assert codes(changed(PREFILL, kv_host="0.0.0.0"), DECODE) == ["error:localhost"]
+    assert codes(changed(PREFILL, kv_host="::", kv_trouble="refused"), DECODE) == ["error:localhost"]
     assert codes(changed(PREFILL, kv_trouble="refused"), DECODE) == ["error:kv-port"]
     here = [changed(one, url="http://127.0.0.1:1", kv_host="127.0.0.1") for one in (PREFILL, DECODE)]
     assert codes(*here) == [], "on one machine that is right"
-    vllm = changed(PREFILL, engine="vllm", kv_host="localhost", fingerprint=None)
-    (finding,) = diagnose(Examination((vllm, changed(DECODE, engine="vllm", fingerprint=None))))
+    told: dict[str, Any] = {"engine": "vllm", "fingerprint": None, "connector_name": "NixlConnector"}
+    vllm = changed(PREFILL, kv_host="localhost", **told)
+    (finding,) = diagnose(Examination((vllm, changed(DECODE, **told))))
     assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in finding.fix
 
 
 def test_engines_that_tell_a_hash_only() -> None:
-    told = {"engine": "vllm", "fingerprint": None, "compatibility_hash": "a"}
+    told = {"engine": "vllm", "fingerprint": None, "compatibility_hash": "a", "connector_name": "NixlConnector"}
     prefill, decode = changed(PREFILL, **told), changed(DECODE, **told)
     assert codes(prefill, decode) == []
     other = changed(decode, compatibility_hash="b")
@@ -123,6 +127,10 @@ def test_hand_offs_that_were_made() -> None:
     pair = PairFacts("p", "d", num_bytes=10**9, seconds=0.5, repeats=3)
     assert codes(PREFILL, DECODE, pairs=(pair,)) == []
     assert codes(PREFILL, DECODE, pairs=(pair,), min_gb_per_s=3.0) == ["error:slow"]
+    untimed = changed_pair(pair, seconds=0.0)
+    assert codes(PREFILL, DECODE, pairs=(untimed,)) == []
+    assert codes(PREFILL, DECODE, pairs=(untimed,), min_gb_per_s=3.0) == ["warning:unmeasured"]
+    assert "the rate is not measured" in report_text(Examination((), (untimed,)), [])
     assert "2.00 GB/s" in report_text(Examination((), (pair,)), [])
     assert codes(PREFILL, DECODE, pairs=(changed_pair(pair, trouble="refused"),)) == ["error:hand-off"]
 
@@ -132,8 +140,11 @@ def changed_pair(pair: PairFacts, **changes: Any) -> PairFacts:
 
 
 def test_engines_behind_our_workers_are_compared_among_themselves() -> None:
-    behind = [changed(one, name=f"{one.name}'s", behind=one.name, engine="vllm") for one in (PREFILL, DECODE)]
+    told: dict[str, Any] = {"engine": "vllm", "connector_name": "NixlConnector"}
+    behind = [changed(one, name=f"{one.name}'s", behind=one.name, **told) for one in (PREFILL, DECODE)]
     assert codes(PREFILL, DECODE, *behind) == []
+    alone = changed(behind[0], role="both", says_role="both", connector_name="", connector=False)
+    assert codes(PREFILL, DECODE, alone, behind[1]) == ["info:connector-unknown"], "who does both hands off nothing"
 
 
 def test_targets() -> None:
@@ -145,9 +156,9 @@ def test_targets() -> None:
             parse_target(text, 0)
 
 
-def test_loopback() -> None:
-    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]")))
-    assert not any(map(is_loopback, ("10.0.0.1", "host", "")))
+def test_what_everybody_takes_for_their_own_machine() -> None:
+    assert all(map(is_own_machine, ("localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]", "0.0.0.0", "::", "[::]")))
+    assert not any(map(is_own_machine, ("10.0.0.1", "host", "")))
 
 
 def test_a_finding_is_data() -> None:

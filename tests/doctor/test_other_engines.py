@@ -1,4 +1,4 @@
-"""The doctor reads servers of vLLM's and SGLang's shapes, finds what would keep KV from moving, and asks no more.
+"""The doctor reads servers of other engines' shapes, finds what would keep KV from moving, and asks no more.
 
 Real vLLM was read too: tests/integration/test_vllm_fleet.py.
 """
@@ -16,20 +16,29 @@ import pytest
 import zmq
 import zmq.asyncio
 from aiohttp import web
-from workers.sglang_server import listen, sglang_pair
+from workers.sglang_server import FakeSglang, listen, sglang_pair
+from workers.test_trtllm import FakeTrtllm
 
 from kvbaton.doctor.examine import How, examine
-from kvbaton.doctor.facts import Examination, ServerFacts, Target
+from kvbaton.doctor.facts import Examination, Keys, ServerFacts, Target
 from kvbaton.doctor.findings import diagnose
 from kvbaton.doctor.look import Answer, skew_of
+from kvbaton.doctor.report import report_text
 
 
-async def looked_at(*targets: Target, probe: bool = True, api_key: str = "") -> Examination:
-    return await examine(targets, "", api_key, How(probe=probe))
+async def looked_at(*targets: Target, probe: bool = True, keys: Keys = Keys()) -> Examination:  # noqa: B008
+    return await examine(targets, keys, How(probe=probe))
 
 
 def codes(found: Examination) -> list[str]:
     return [finding.code for finding in diagnose(found)]
+
+
+CONNECTOR_FIGURES = {
+    "nixl": "vllm:nixl_bytes_transferred_sum 0.0\n",
+    "mooncake": 'vllm:mooncake_xfer_time_seconds_bucket{le="+Inf"} 0.0\n',
+    "": "",
+}
 
 
 @dataclass
@@ -44,7 +53,8 @@ class VllmShape:
     layout: str = "HND"
     host: str = "127.0.0.1"  # that its side channel names
     key: str = ""
-    connector: bool = True
+    connector: str = "nixl"  # whose figures it shows
+    offers: bool = True
     silent: bool = False
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -85,12 +95,14 @@ class VllmShape:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         labels = f'block_size="{self.block_size}",cache_dtype="{self.cache_dtype}",num_gpu_blocks="364"'
-        return web.Response(text=f"vllm:num_requests_running 0.0\nvllm:cache_config_info{{{labels}}} 1.0\n")
+        text = f"vllm:num_requests_running 0.0\nvllm:cache_config_info{{{labels}}} 1.0\n"
+        return web.Response(text=text + CONNECTOR_FIGURES[self.connector])
 
     async def _complete(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.json())
+        assert self.connector == "nixl", "a decode server with MooncakeConnector ends when it is asked for an offer"
         offer = {"remote_host": self.host, "remote_port": self._channel_port, "tp_size": 1, "remote_block_ids": [[1]]}
-        return web.json_response({"choices": [{}], "kv_transfer_params": offer if self.connector else None})
+        return web.json_response({"choices": [{}], "kv_transfer_params": offer if self.offers else None})
 
 
 @asynccontextmanager
@@ -134,7 +146,9 @@ async def test_two_vllm_servers_that_fit() -> None:
         ({"block_size": 64}, ["block-size"]),
         ({"cache_dtype": "fp8"}, ["kv-dtype"]),
         ({"layout": "NHD"}, ["kv-layout"]),
-        ({"connector": False}, ["no-connector"]),
+        ({"connector": ""}, ["no-connector"]),
+        ({"connector": "mooncake"}, ["connector"]),
+        ({"offers": False}, ["unread"]),
         ({"key": "secret"}, ["unreadable"]),
     ],
 )
@@ -143,9 +157,19 @@ async def test_what_keeps_kv_from_moving_is_found(changes: dict[str, Any], expec
         assert codes(await looked_at(*targets(prefill, decode))) == expected
 
 
+async def test_what_connector_a_server_has_is_told_by_its_figures_or_not_known_and_neither_is_an_error() -> None:
+    for connector, expected in (("mooncake", []), ("", ["connector-unknown"] * 2)):
+        async with vllm_pair(connector=connector) as (prefill, decode):
+            prefill.connector = connector
+            found = await looked_at(*targets(prefill, decode))
+            assert codes(found) == expected and all(one.severity == "info" for one in diagnose(found))
+            assert found.servers[0].connector_name == ("MooncakeConnector" if connector else "")
+            assert prefill.bodies == decode.bodies == []
+
+
 async def test_the_key_of_the_servers_is_used() -> None:
     async with vllm_pair(key="secret") as (prefill, decode):
-        assert codes(await looked_at(*targets(prefill, decode), api_key="secret")) == []
+        assert codes(await looked_at(*targets(prefill, decode), keys=Keys(vllm="secret"))) == []
 
 
 async def test_without_the_probe_nothing_is_asked_of_a_model() -> None:
@@ -160,11 +184,12 @@ async def test_a_side_channel_that_is_silent_is_told(monkeypatch: pytest.MonkeyP
         assert codes(await looked_at(*targets(prefill, decode))) == ["unread"]
 
 
-async def test_a_side_channel_on_localhost_is_right_on_one_machine_only() -> None:
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "::"])
+async def test_a_side_channel_on_localhost_is_right_on_one_machine_only(host: str) -> None:
     async with vllm_pair() as (prefill, decode):
-        prefill.host = "localhost"
+        prefill.host = host
         here = await looked_at(*targets(prefill, decode))
-        assert codes(here) == []
+        assert codes(here) == [] and here.servers[0].compatibility_hash, "its own host is asked, by the name we know"
         moved = [msgspec.structs.replace(one, url=one.url.replace("127.0.0.1", "10.0.0.9")) for one in here.servers]
         assert "localhost" in codes(Examination(tuple(moved)))
 
@@ -183,6 +208,55 @@ async def test_two_sglang_servers_that_fit_and_one_that_does_not() -> None:
         assert "kv-port" in codes(await looked_at(*targets(prefill, decode)))
         swapped = (Target("p", "prefill", decode.url), Target("d", "decode", prefill.url))
         assert codes(await looked_at(*swapped))[:2] == ["role", "role"]
+
+
+async def test_an_sglang_server_with_a_key_is_known_by_its_figures_and_its_variable_is_named() -> None:
+    async with sglang_pair() as (prefill, decode):
+        prefill.key = decode.key = "secret"
+        found = await looked_at(*targets(prefill, decode), keys=Keys(vllm="secret"))
+        assert codes(found) == ["unreadable"] * 2
+        assert all("set SGLANG_API_KEY" in finding.fix for finding in diagnose(found))
+        assert codes(await looked_at(*targets(prefill, decode), keys=Keys(sglang="secret"))) == []
+
+
+async def test_an_sglang_server_that_does_both_needs_no_connector() -> None:
+    async with AsyncExitStack() as stack:
+        server = FakeSglang(None, {})
+        await server.start(stack)
+        assert codes(await looked_at(Target("b", "both", server.url))) == []
+
+
+async def test_two_trtllm_servers_are_read_and_what_they_do_not_tell_is_said() -> None:
+    async with AsyncExitStack() as stack:
+        prefill, decode = FakeTrtllm(), FakeTrtllm()
+        for server in (prefill, decode):
+            await server.start(stack)
+        found = await looked_at(*targets(prefill, decode))
+        facts = found.servers[0]
+        assert (facts.engine, facts.version, facts.model, facts.block_size) == ("trtllm", "1.3.0", "m", 32)
+        findings = diagnose(found)
+        assert [(one.severity, one.code) for one in findings] == [("info", "untold")] * 2
+        assert "KV dtype" in findings[0].what and "nothing is wrong" in report_text(found, findings)
+        assert prefill.bodies == decode.bodies == []
+        decode.version, decode.model = "1.4.0", "other"
+        decode.metrics = decode.metrics.replace("per_block 32", "per_block 64")
+        assert codes(await looked_at(*targets(prefill, decode)))[:3] == ["version", "model", "block-size"]
+        decode.key = "secret"
+        refused = await looked_at(*targets(prefill, decode))
+        assert "set TRTLLM_API_KEY" in diagnose(refused)[0].fix
+        assert "unreadable" not in codes(await looked_at(*targets(prefill, decode), keys=Keys(trtllm="secret")))
+
+
+async def test_a_server_that_lets_nobody_see_what_it_is_names_all_keys() -> None:
+    async def closed(request: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    async with AsyncExitStack() as stack:
+        app = web.Application()
+        app.router.add_get("/{page:.*}", closed)
+        url = f"http://127.0.0.1:{await listen(stack, app)}"
+        (finding,) = [one for one in diagnose(await looked_at(Target("x", "both", url))) if one.subject == "x"]
+        assert "VLLM_API_KEY, SGLANG_API_KEY, TRTLLM_API_KEY" in finding.fix
 
 
 async def test_a_server_of_no_known_kind_is_told() -> None:

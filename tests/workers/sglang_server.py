@@ -46,6 +46,7 @@ class FakeSglang:
         self.aborted: list[str] = []
         self.num_open = 0
         self.metrics = METRICS
+        self.key = ""
         self.info: dict[str, Any] = {"page_size": 16, "kv_cache_dtype": "bfloat16", "tp_size": 1, "dp_size": 1}
         self.bootstrap: dict[str, Any] = {
             "attn_tp_size": 1,
@@ -121,6 +122,8 @@ class FakeSglang:
         return response
 
     async def server_info(self, request: web.Request) -> web.Response:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         told = {
             **self.info,
             "version": "0.6.1",

@@ -18,6 +18,8 @@ from workers.sglang_server import FakeSglang, sglang_pair
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
+from kvbaton.kv.compat import digest
+from kvbaton.router.measured import token_bytes
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, RemoteError, SamplingParams, TokenOutput
 from kvbaton.workers.engine_process import make_engine_worker
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent
@@ -60,6 +62,21 @@ async def pair(tiny_model_dir: Path) -> AsyncIterator[Pair]:
         await until(lambda: prefill.num_open == decode.num_open == 0)
         assert worker.engine.num_open == 0
         await worker.stop()
+
+
+async def test_the_fingerprint_has_the_models_heads_on_any_number_of_ranks(tiny_model_dir: Path) -> None:
+    found = []
+    async with sglang_pair() as (_, decode):
+        for tp_size in (1, 2, 4):
+            decode.info["tp_size"] = tp_size
+            worker = make_worker(tiny_model_dir, decode, "decode")
+            await worker.start()
+            await worker.stop()
+            found.append(worker.fingerprint)
+    assert [one.tp_size for one in found] == [1, 2, 4]
+    assert {one.num_kv_heads for one in found} == {ModelConfig.from_dir(tiny_model_dir).num_kv_heads}
+    assert all(digest(one) == digest(found[0]) for one in found), "KV may move between them"
+    assert len({token_bytes(one) for one in found}) == 1, "what the router takes for a token on the wire"
 
 
 @pytest.mark.parametrize("incremental", [False, True])

@@ -54,6 +54,11 @@ class FakeTrtllm:
         self.hold.set()
         self.num_open = 0
         self.port = 0
+        self.model, self.version, self.metrics, self.key = "m", "1.3.0", METRICS, ""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         raw = await request.text()
@@ -103,13 +108,15 @@ class FakeTrtllm:
 
     async def start(self, stack: AsyncExitStack) -> None:
         async def models(request: web.Request) -> web.Response:
-            return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+            if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+                return web.json_response({"error": "Unauthorized"}, status=401)
+            return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
 
         async def version(request: web.Request) -> web.Response:
-            return web.json_response({"version": "1.3.0"})
+            return web.json_response({"version": self.version})
 
         async def metrics(request: web.Request) -> web.Response:
-            return web.Response(text=METRICS)
+            return web.Response(text=self.metrics)
 
         app = web.Application()
         app.router.add_post("/v1/completions", self.complete)
