@@ -106,7 +106,8 @@ class Worker(Protocol):
     async def drain(self, deadline_s: float) -> bool: ...
     async def stop(self) -> None: ...
     async def switch_role(self, role: Role, deadline_s: float) -> bool:
-        """Become ``role``; False, and nothing changed, when peers still read at the deadline. No request is open."""
+        """Become ``role``; False, and nothing changed, when peers still read at the deadline, or when its engine only
+        does what it was started for. No request is open."""
         ...
 
     def generate(

@@ -51,11 +51,12 @@ async def change_role(server: WorkerServer, raw: bytes) -> None:
     if change.role == server.worker.role:
         return
     server.state = "switching"
-    started_s = server.clock.now_s()
+    started_s, why = server.clock.now_s(), f"requests were still open after {change.deadline_s:g} s"
     try:
         done = await server.open.idle(change.deadline_s)
         if done and server.state == "switching":
             left_s = max(0.0, change.deadline_s - (server.clock.now_s() - started_s))
+            why = "peers still read from it at the deadline, or its engine does only what it was started for"
             done = await server.worker.switch_role(change.role, left_s)
     finally:
         if server.state == "switching":
@@ -63,7 +64,7 @@ async def change_role(server: WorkerServer, raw: bytes) -> None:
     if not done:
         raise ApiError(
             409,
-            f"requests were still open after {change.deadline_s:g} s; the role is {server.worker.role} as before",
+            f"{why}; the role is {server.worker.role} as before",
             param="deadline_s",
             code="still_busy",
         )

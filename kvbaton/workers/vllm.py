@@ -210,7 +210,10 @@ class VllmWorker:
             await self._server.stop()
 
     async def switch_role(self, role: Role, deadline_s: float) -> bool:
-        """A server with ``kv_both`` does either; the router decides what it is asked."""
+        """A server with ``kv_both`` does either; the router decides what it is asked. One with MooncakeConnector has
+        the role it was started with, and a request of the other one ends it."""
+        if self.mooncake is not None:
+            return role == self.role
         self.role = role
         return True
 
@@ -271,9 +274,13 @@ class VllmWorker:
         self, request: GenerateRequest, prefill: PeerAddress, body: dict[str, Any], transfer: Mapping[str, object],
         headers: Mapping[str, str] | None = None,
     ) -> Chunk:  # fmt: skip
-        """Its whole answer: one token, and whatever the connector tells."""
-        asked = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": transfer}
-        for name in ("stream_options", "min_tokens", "logprobs"):
+        """Its whole answer: one token, and whatever the connector tells.
+
+        No token ends it: MooncakeConnector sends only what ended by length. Decode computes the first token anew, and
+        ends with it where it is an end.
+        """
+        asked = {**body, "stream": False, "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": transfer}
+        for name in ("stream_options", "min_tokens", "logprobs", "stop_token_ids"):
             asked.pop(name, None)
         url = f"http://{prefill.host}:{prefill.port}/v1/completions"
         sent = {**_headers(request), **(headers or {})}

@@ -200,6 +200,8 @@ def test_parallelism_may_differ_where_one_divides_the_other() -> None:
 async def test_a_server_for_one_half_does_not_do_the_other(pair: Pair, tiny_model_dir: Path) -> None:
     with pytest.raises(CapacityError, match="started for decode only"):
         pair.worker.generate(make_request(), None)
+    assert not pair.worker.serves_alone
+    assert not await pair.worker.switch_role("both", 1.0) and pair.worker.role == "decode"
     wrong = make_worker(tiny_model_dir, pair.decode, "prefill")
     with pytest.raises(RemoteError, match="--disaggregation-mode decode"):
         await wrong.start()

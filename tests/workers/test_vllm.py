@@ -43,6 +43,7 @@ vllm:generation_tokens_total{engine="0",model_name="m"} 9.0
 vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1.179648e+07
 vllm:cache_config_info{block_size="128",num_gpu_blocks="364"} 1.0
 """
+EOS = 2
 # Not sorted, with a key nobody knows and a number no double holds: it must arrive byte for byte.
 TRANSFER = (
     b'{"remote_port":5600,"do_remote_prefill":true,"zzz":[1, 2],"remote_block_ids":[[1,2]],'
@@ -83,9 +84,16 @@ class FakeVllm:
         finally:
             self.num_open -= 1
 
+    @property
+    def ending(self) -> str:
+        """Of what was asked last, for one token: an end token comes before the length, as in the real one."""
+        body = self.bodies[-1]
+        ends = {*body.get("stop_token_ids", ()), *(() if body["ignore_eos"] else (EOS,))}
+        return "stop" if self.tokens[0] in ends or "stop" in body else self.finish_reason
+
     async def _whole(self) -> web.Response:
         answer = {
-            "choices": [{"index": 0, "text": "x", "finish_reason": self.finish_reason}],
+            "choices": [{"index": 0, "text": "x", "finish_reason": self.ending}],
             "usage": {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 1}},
         }
         raw = json.dumps(answer).encode()
@@ -152,7 +160,7 @@ class Pair:
 
 
 def make_request(**sampling: Any) -> GenerateRequest:
-    return GenerateRequest("r1", (5, 6, 7, 8), SamplingParams(**{"max_tokens": 3, **sampling}), eos_token_ids=(2,))
+    return GenerateRequest("r1", (5, 6, 7, 8), SamplingParams(**{"max_tokens": 3, **sampling}), eos_token_ids=(EOS,))
 
 
 async def start(stack: AsyncExitStack, fake: FakeVllm) -> tuple[str, int]:
@@ -202,6 +210,18 @@ async def test_both_legs_and_the_object_passes_unchanged(pair: Pair) -> None:
     assert [output.finish_reason for output in outputs] == [None, None, "length"]
     assert outputs[0].logprobs is not None and outputs[0].logprobs.top == ((11, -0.5), (99, -0.7))
     assert isinstance(events[-1], Finished) and events[-1].transfer_bytes > 0
+
+
+@pytest.mark.parametrize("end", [EOS, 11])
+async def test_a_prompt_whose_first_token_is_an_end_is_handed_over_too(pair: Pair, end: int) -> None:
+    pair.prefill.tokens = pair.decode.tokens = [end]
+    pair.decode.finish_reason = "stop"
+    events = await pair.run(stop_token_ids=(11,))
+    assert [event.finish_reason for event in events if isinstance(event, TokenOutput)] == ["stop"]
+    first, second = pair.prefill.bodies[0], pair.decode.bodies[0]
+    assert first["ignore_eos"] is True and not {"stop", "stop_token_ids"} & set(first), "nothing can stop it"
+    assert second["stop_token_ids"] == [EOS, 11] and second["ignore_eos"] is False
+    assert pair.worker.stats().num_transfer_failures == 0
 
 
 async def test_a_local_request_is_one_call_and_its_cached_tokens_are_corrected(pair: Pair) -> None:

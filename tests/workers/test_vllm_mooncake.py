@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from workers.scripted import until
-from workers.test_vllm import METRICS, FakeVllm, make_request, start
+from workers.test_vllm import EOS, METRICS, FakeVllm, make_request, start
 
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.engine.model_config import ModelConfig
@@ -68,7 +68,7 @@ class Server(FakeVllm):
         asked = self.bodies[-1]["kv_transfer_params"]
         assert set(asked) == set(self.fields), asked
         self.ranks.append(self.headers[-1].get("x-data-parallel-rank"))
-        if self.finish_reason in FIELDS["prefill_sends_when_finished_by"]:
+        if self.ending in FIELDS["prefill_sends_when_finished_by"]:
             self.fleet.transfer(asked["transfer_id"]).set()
         return await super()._whole()
 
@@ -86,8 +86,8 @@ class Pair:
     def __init__(self, fleet: Fleet, worker: VllmWorker, peer: PeerAddress) -> None:
         self.fleet, self.worker, self.peer = fleet, worker, peer
 
-    async def run(self, remote: bool = True) -> list[WorkerEvent]:
-        events = self.worker.generate(make_request(), self.peer if remote else None, 60.0)
+    async def run(self, remote: bool = True, **sampling: Any) -> list[WorkerEvent]:
+        events = self.worker.generate(make_request(**sampling), self.peer if remote else None, 60.0)
         return [event async for event in events]
 
 
@@ -148,6 +148,25 @@ async def test_of_several_engines_one_is_named_to_both(pair: Pair) -> None:
 async def test_a_local_request_is_one_call(pair: Pair) -> None:
     await pair.run(remote=False)
     assert not pair.fleet.prefill.bodies and "kv_transfer_params" not in pair.fleet.decode.bodies[0]
+
+
+@pytest.mark.parametrize("end", [EOS, 11])
+async def test_a_prompt_whose_first_token_is_an_end_is_sent_too(pair: Pair, end: int) -> None:
+    """Prefill sends only what ended by length, so nothing else may end it; whether it is an end is decode's to find."""
+    pair.fleet.prefill.tokens = pair.fleet.decode.tokens = [end]
+    pair.fleet.decode.finish_reason = "stop"
+    events = await pair.run(stop_token_ids=(11,))
+    assert [event.finish_reason for event in events if isinstance(event, TokenOutput)] == ["stop"]
+    first, second = pair.fleet.prefill.bodies[0], pair.fleet.decode.bodies[0]
+    assert first["ignore_eos"] is True and not {"stop", "stop_token_ids"} & set(first)
+    assert second["stop_token_ids"] == [EOS, 11] and second["ignore_eos"] is False
+    assert pair.worker.stats().num_transfer_failures == 0
+
+
+async def test_its_servers_keep_the_role_they_were_started_with(pair: Pair) -> None:
+    """Case: its scheduler breaks on a request of the other role."""
+    assert not await pair.worker.switch_role("prefill", 1.0)
+    assert pair.worker.role == "decode" and await pair.worker.switch_role("decode", 1.0)
 
 
 @pytest.mark.parametrize(
