@@ -2,9 +2,10 @@
 
 A remote request goes to the prefill and the decode server in the same moment, with the address of the prefill side's
 bootstrap server and a number that nobody else has; the two find each other, and the answer comes from decode.
-Invariants: before the first request to a prefill server its page size, KV dtype and parallelism are compared with
-ours, where decode would find a difference with the prefill under way; an error of either leg ends the other at once,
-where the servers themselves would wait for minutes; leaving by any way closes both calls and tells both servers.
+Invariants: before the first request to a prefill server, and after each that did not end well, its page size, KV dtype
+and parallelism are compared with ours, where decode would find a difference with the prefill under way; an error of
+either leg ends the other at once, where the servers themselves would wait for minutes; leaving by any way closes both
+calls and tells both servers.
 
 A server that was started for decode computes no prompts, and one for prefill decodes nothing. Neither serves alone;
 their workers say so, and the router then asks pairs only.
@@ -82,7 +83,9 @@ class SglangWorker:
         self.fingerprint = fingerprint_of(self._layout(), config.revision, config.rope_text)
         self.engine = EngineServer(options.url, options.api_key, SGLANG, options.max_running, options.max_waiting)
         self._about = DecodeServer()
-        self._peers: dict[PeerAddress, BootstrapInfo] = {}  # those that fit
+        self._peers: dict[
+            PeerAddress, BootstrapInfo
+        ] = {}  # those that fit, until a request with them does not end well
         self._watching: asyncio.Task[None] | None = None
 
     def _layout(self) -> KVLayout:
@@ -180,12 +183,12 @@ class SglangWorker:
             over = True
         except RemoteError:
             self.engine.num_failed += 1
-            self._peers.pop(prefill, None)  # it may come back as something else
             raise
         finally:
             if over:
                 self.engine.num_done += 1
             else:
+                self._peers.pop(prefill, None)  # it may have come back as something else, whoever fails of it first
                 await asyncio.shield(self._abort(request.request_id, (url, self.options.url)))
 
     async def _peer(self, prefill: PeerAddress) -> BootstrapInfo:

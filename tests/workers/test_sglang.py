@@ -175,6 +175,27 @@ async def test_a_server_that_does_not_fit_gets_no_request(pair: Pair, change: di
     assert await pair.run(), "it is asked again, and what was wrong is right now"
 
 
+@pytest.mark.parametrize("ends", ["decode's error", "leaving"])
+async def test_after_whatever_did_not_end_well_the_servers_are_compared_again(pair: Pair, ends: str) -> None:
+    """Case: prefill was restarted with other pages, and decode is the first to say that something is wrong."""
+    await pair.run()
+    pair.prefill.bootstrap["page_size"] = 64
+    pair.prefill.hold.clear()
+    if ends == "decode's error":
+        pair.decode.status = 500
+        with pytest.raises(LocalError, match="it broke"):
+            await pair.run()
+    else:
+        task = asyncio.create_task(pair.run())
+        await pair.open_legs()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    num_asked = len(pair.prefill.bodies)
+    with pytest.raises(RemoteError, match="page_size: ours 16, theirs 64"):
+        await pair.run()
+    assert len(pair.prefill.bodies) == num_asked
+
+
 async def test_ranks_that_are_not_there_yet_and_servers_that_are_not(pair: Pair) -> None:
     pair.prefill.registered = False
     with pytest.raises(RemoteError, match="waits for ranks"):
