@@ -7,8 +7,9 @@
 Invariants: what is held never exceeds ``max_bytes``; what is being read is no victim; of a chain the tail is older than
 the head, so that a prefix survives its continuations. Every change is one transaction: a process that is killed has
 made it whole or not at all, and the kernel frees its lock. ``publish`` and ``retire`` run inside of it, so that files
-and index change together. A pin ends by itself: a reader that was killed does not keep it. Knows nothing about files,
-hashes, or what a block means; time is an argument.
+and index change together; each returns what takes it back, which is done when the change comes to nothing. A pin ends
+by itself: a reader that was killed does not keep it. Knows nothing about files, hashes, or what a block means; time is
+an argument.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+Undo = Callable[[], None]  # raises nothing
 BUSY_S = 5.0  # for another process's transaction, which takes milliseconds unless it hangs
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
@@ -29,6 +31,13 @@ CREATE INDEX IF NOT EXISTS by_use ON blocks (used);
 CREATE TABLE IF NOT EXISTS totals (one INTEGER PRIMARY KEY CHECK (one = 1), num_bytes INTEGER, tick INTEGER);
 INSERT OR IGNORE INTO totals VALUES (1, 0, 0);
 """
+
+
+def _nothing() -> None: ...
+
+
+def _no_file(key: bytes) -> Undo:
+    return _nothing
 
 
 @dataclass(frozen=True)
@@ -82,11 +91,11 @@ class TierIndex:
         self,
         chain: Sequence[tuple[bytes, int]],
         now_s: float,
-        publish: Callable[[bytes], None] = lambda key: None,
-        retire: Callable[[bytes], None] = lambda key: None,
+        publish: Callable[[bytes], Undo] = _no_file,
+        retire: Callable[[bytes], Undo] = _no_file,
     ) -> Added:
         """Hold these (key, bytes), given in chain order; says who had to go for them."""
-        with self._lock, self._transaction():
+        with self._lock, self._transaction() as done:
             self._touch([key for key, _ in chain], 0.0)  # what is held of it is the last to go for the rest
             room = self.max_bytes - self._total()
             fresh = [(key, size) for key, size in chain if not self._has(key)]
@@ -100,9 +109,9 @@ class TierIndex:
                 room -= size
                 taken.append((key, size))
             for key, _ in victims:
-                retire(key)
+                done.append(retire(key))
             for key, _ in taken:
-                publish(key)
+                done.append(publish(key))
             self._db.executemany("DELETE FROM blocks WHERE key = ?", [(key,) for key, _ in victims])
             rows = [(key, size) for key, size in taken]
             self._db.executemany("INSERT INTO blocks (key, num_bytes, used) VALUES (?, ?, 0)", rows)
@@ -110,15 +119,15 @@ class TierIndex:
             self._touch([key for key, _ in chain], 0.0)
         return Added(tuple(key for key, _ in victims), len(fresh) - len(taken))
 
-    def remove(self, keys: Iterable[bytes], retire: Callable[[bytes], None] = lambda key: None) -> None:
+    def remove(self, keys: Iterable[bytes], retire: Callable[[bytes], Undo] = _no_file) -> None:
         """Forget them: gone, or found to be wrong."""
-        with self._lock, self._transaction():
+        with self._lock, self._transaction() as done:
             for key in keys:
                 row = self._db.execute("SELECT num_bytes FROM blocks WHERE key = ?", (key,)).fetchone()
                 if row is not None:
                     self._db.execute("DELETE FROM blocks WHERE key = ?", (key,))
                     self._grow(-row[0])
-                    retire(key)
+                    done.append(retire(key))
 
     def check(self) -> None:
         """Assert the invariants; ``sqlite3.DatabaseError`` when the file is damaged."""
@@ -130,28 +139,34 @@ class TierIndex:
             assert total == self._total(), f"{total} bytes are held, {self._total()} counted"
             assert total <= self.max_bytes, f"{total} bytes are held, {self.max_bytes} allowed"
 
-    def begin(self, retire: Callable[[bytes], None] = lambda key: None) -> None:
+    def begin(self, retire: Callable[[bytes], Undo] = _no_file) -> None:
         """Nobody else is here: pins of an earlier life mean nothing, and ``max_bytes`` may have been larger."""
-        with self._lock, self._transaction():
+        with self._lock, self._transaction() as done:
             self._db.execute("UPDATE blocks SET pinned_until_s = 0 WHERE pinned_until_s != 0")
             victims = list(self._choose_victims(self._total() - self.max_bytes, 0.0))
             for key, size in victims:
                 self._db.execute("DELETE FROM blocks WHERE key = ?", (key,))
                 self._grow(-size)
-                retire(key)
+                done.append(retire(key))
 
     # -- under the lock ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self) -> Iterator[list[Undo]]:
+        """All of it or nothing, of what was done to files too: its undoing is put on the list."""
+        done: list[Undo] = []
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            yield
+            yield done
+            num_bytes = self._total()
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            for undo in reversed(done):  # before others may change the same files
+                undo()
+            if self._db.in_transaction:  # SQLite itself gives up some, as when the disk is full
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
-        self.num_bytes = self._total()
+        self.num_bytes = num_bytes
 
     def _has(self, key: bytes) -> bool:
         return self._db.execute("SELECT 1 FROM blocks WHERE key = ?", (key,)).fetchone() is not None

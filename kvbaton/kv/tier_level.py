@@ -20,13 +20,14 @@ import sqlite3
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
 from kvbaton.kv.tier_directory import TierDirectory
-from kvbaton.kv.tier_index import TierIndex
+from kvbaton.kv.tier_index import TierIndex, Undo
 from kvbaton.types import LocalError
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class TierLevel:
 
     def let_go(self, key: bytes) -> None:
         """The last of a victim."""
-        self._retired(key).unlink(missing_ok=True)
+        self._unlink(self._retired(key))
 
     def take_over(self, key: bytes, source: TierLevel, now_s: float) -> list[bytes]:
         """Hold a victim of ``source``'s too; our own victims are returned as ``write`` does."""
@@ -140,7 +141,7 @@ class TierLevel:
             return []
         except OSError as error:
             self._tell("write", error)
-            new.unlink(missing_ok=True)
+            self._unlink(new)
             return []
         self.counts.num_written_bytes += num_bytes
         return self._admit([(key, _held_bytes(num_bytes))], now_s)
@@ -163,7 +164,7 @@ class TierLevel:
             self.counts.num_written_bytes += num_bytes
             return True
         self.counts.num_refused += 1
-        path.unlink(missing_ok=True)
+        self._unlink(path)
         return False
 
     def _admit(self, sizes: list[tuple[bytes, int]], now_s: float) -> list[bytes]:
@@ -179,27 +180,46 @@ class TierLevel:
             self.counts.num_written += len(sizes) - added.num_refused
             self.counts.num_evicted += len(victims)
         for key, _ in sizes:  # of those that were not let in, or were there already
-            self._new(key).unlink(missing_ok=True)
+            self._unlink(self._new(key))
         return victims
 
-    def _publish(self, key: bytes) -> None:
+    def _publish(self, key: bytes) -> Undo:
         path = self.directory.block_path(key)
         try:
             os.rename(self._new(key), path)
         except FileNotFoundError:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             os.rename(self._new(key), path)
+        return partial(self._unlink, path)
 
-    def _retire(self, key: bytes) -> None:
+    def _retire(self, key: bytes) -> Undo:
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.directory.block_path(key), self._retired(key))
+        return partial(self._restore, key)
+
+    def _restore(self, key: bytes) -> None:
+        """The index did not let it go. Without a file it is forgotten when it is read."""
+        try:
+            os.rename(self._retired(key), self.directory.block_path(key))
+        except FileNotFoundError:  # it had none
+            return
+        except OSError as error:
+            self._tell("restore", error)
+            self._unlink(self._retired(key))
 
     def _forget(self, key: bytes) -> None:
         try:
             self.index.remove([key], self._retire)
         except _FILE_ERRORS as error:
             self._tell("forget", error)
-        self._retired(key).unlink(missing_ok=True)
+            self._unlink(self.directory.block_path(key))  # the next who reads it finds it missing, and tries again
+        self._unlink(self._retired(key))
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self._tell("remove", error)
 
     def _new(self, key: bytes) -> Path:
         return self.directory.new_path(f"{self._writer}-{key.hex()}")

@@ -285,8 +285,8 @@ class VllmWorker:
     ) -> Chunk:  # fmt: skip
         """Its whole answer: one token, and whatever the connector tells.
 
-        No token ends it: KV is offered only of what ended by length. Decode computes the first token anew, and ends
-        with it where it is an end.
+        No token ends it: MooncakeConnector sends only what ended by length. Decode computes the first token anew, and
+        ends with it where it is an end.
         """
         asked = {**body, "stream": False, "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": transfer}
         for name in ("stream_options", "min_tokens", "logprobs", "stop_token_ids"):

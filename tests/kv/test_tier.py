@@ -238,6 +238,99 @@ def test_a_damaged_index_begins_anew(tmp_path: Path) -> None:
     again.close()
 
 
+def break_index(level: TierLevel, how: str) -> None:
+    """From now on no block is let in: ``full`` once a page more would be needed, ``commit`` not before the very end."""
+    database = level.index._db
+    match how:
+        case "insert":
+            database.execute("CREATE TRIGGER broken BEFORE INSERT ON blocks BEGIN SELECT RAISE(ABORT, 'no'); END")
+        case "delete":
+            database.execute("CREATE TRIGGER broken BEFORE DELETE ON blocks BEGIN SELECT RAISE(ABORT, 'no'); END")
+        case "full":
+            num_pages = database.execute("PRAGMA page_count").fetchone()[0]
+            database.execute(f"PRAGMA max_page_count = {num_pages}")
+        case "commit":
+            database.execute("CREATE TABLE nobody (key BLOB PRIMARY KEY)")
+            database.execute("CREATE TABLE pending (key REFERENCES nobody DEFERRABLE INITIALLY DEFERRED)")
+            database.execute(
+                "CREATE TRIGGER broken AFTER INSERT ON blocks BEGIN INSERT INTO pending VALUES (new.key); END"
+            )
+            database.execute("PRAGMA foreign_keys = ON")
+
+
+def mend_index(level: TierLevel) -> None:
+    level.index._db.execute("DROP TRIGGER IF EXISTS broken")
+    level.index._db.execute("PRAGMA max_page_count = 1000000")
+
+
+def assert_agree(level: TierLevel) -> None:
+    """What has a name is in the index and within the bound, and nothing else lies about."""
+    held = {key.hex() for key in level.index.held_keys()}
+    assert {path.name for path in level.directory.block_files()} == held
+    assert not list((level.directory.path / "new").iterdir())
+    taken = sum(path.stat().st_blocks * 512 for path in level.directory.block_files())
+    assert taken <= level.index.max_bytes and level.index.num_bytes == len(held) * BLOCK_BYTES
+    level.index.check()
+
+
+@pytest.mark.parametrize("how", ["insert", "commit", "delete"])
+def test_a_change_of_the_index_that_fails_changes_no_file(memory: str, tmp_path: Path, how: str) -> None:
+    """Case: the disk is full, or another process hangs with its lock, when files have their names already."""
+    tier = opened(memory, tmp_path, blocks=2, disk_blocks=2)
+    for number in range(4):
+        write(tier, number)
+    for broken, where in zip(tier.levels, ("memory", "disk"), strict=True):
+        before = tier.stats()
+        break_index(broken, how)
+        write(tier, 7)
+        assert tier.stats().num_errors == before.num_errors + 1
+        for level in tier.levels:
+            assert_agree(level)
+        assert [read(tier, number) for number in (0, 1)] == ["disk"] * 2, "its victims are back"
+        if where == "memory":
+            assert tier.lacks(name_of(7)) and [read(tier, number) for number in (2, 3)] == ["memory"] * 2
+        mend_index(broken)
+    for number in (8, 9):
+        write(tier, number)
+        assert read(tier, number) == "memory"
+    for level in tier.levels:
+        assert_agree(level)
+    tier.close()
+
+
+def test_a_full_index_lets_nothing_in_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    """SQLite gives up such a change by itself."""
+    tier = opened(disk=tmp_path, disk_blocks=400)
+    level, number = tier.levels[0], 0
+    break_index(level, "full")
+    while not level.counts.num_errors:
+        write(tier, number)
+        number += 1
+    assert_agree(level)
+    assert tier.lacks(name_of(number - 1)) and len(level.index) == number - 1
+    mend_index(level)
+    write(tier, number - 1)
+    assert read(tier, number - 1) == "disk"
+    assert_agree(level)
+    tier.close()
+
+
+def test_a_wrong_block_goes_though_the_index_keeps_it(memory: str) -> None:
+    tier = opened(memory)
+    write(tier, 1)
+    level = tier.levels[0]
+    path = level.directory.block_path(tier.key(name_of(1)))
+    path.write_bytes(path.read_bytes()[:-1])
+    break_index(level, "delete")
+    assert read(tier, 1) is None and not path.exists()
+    mend_index(level)
+    assert read(tier, 1) is None and found(tier, 1) == 0
+    write(tier, 1)
+    assert read(tier, 1) == "memory"
+    assert_agree(level)
+    tier.close()
+
+
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[4])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import sqlite3
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from kvbaton.kv.tier_index import TierIndex
+from kvbaton.kv.tier_index import TierIndex, Undo
 
 
 def key(number: int) -> bytes:
@@ -74,13 +76,37 @@ def test_a_change_that_fails_is_none() -> None:
     index = TierIndex(":memory:", 2)
     index.add(chain(1, 2), 0.0)
 
-    def fail(_: bytes) -> None:
+    def fail(_: bytes) -> NoReturn:
         raise OSError("no space")
 
     with pytest.raises(OSError):
         index.add(chain(3), 0.0, publish=fail)
     assert index.find(keys(1, 2), 0.0, 0.0) == 2 and key(3) not in index
     index.check()
+
+
+def test_what_was_done_to_files_is_undone_last_first_and_only_when_the_change_fails(tmp_path: Path) -> None:
+    index = TierIndex(tmp_path / "index.sqlite", 2)
+    index.add(chain(1, 2), 0.0)
+    told: list[str] = []
+
+    def step(name: str) -> Callable[[bytes], Undo]:
+        def does(block: bytes) -> Undo:
+            told.append(f"{name} {block[-1]}")
+            return lambda: told.append(f"undo {name} {block[-1]}")
+
+        return does
+
+    index._db.execute("CREATE TRIGGER broken BEFORE INSERT ON blocks BEGIN SELECT RAISE(ABORT, 'no'); END")
+    with pytest.raises(sqlite3.IntegrityError):
+        index.add(chain(3), 0.0, step("publish"), step("retire"))
+    assert told == ["retire 2", "publish 3", "undo publish 3", "undo retire 2"]
+    index._db.execute("DROP TRIGGER broken")
+    told.clear()
+    assert index.add(chain(3), 0.0, step("publish"), step("retire")).victims == (key(2),)
+    assert told == ["retire 2", "publish 3"] and index.num_bytes == 2
+    index.check()
+    index.close()
 
 
 def test_two_that_share_a_file_see_each_other(tmp_path: Path) -> None:
@@ -100,7 +126,12 @@ def test_a_smaller_bound_holds_from_the_start(tmp_path: Path) -> None:
     index.close()
     again = TierIndex(tmp_path / "index.sqlite", 3)
     gone: list[bytes] = []
-    again.begin(gone.append)
+
+    def retire(block: bytes) -> Undo:
+        gone.append(block)
+        return gone.clear
+
+    again.begin(retire)
     assert len(gone) == 5 and again.find(keys(0, 1, 2), 0.0, 0.0) == 3
     again.check()
     again.close()

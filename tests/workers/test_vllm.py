@@ -25,9 +25,10 @@ from kvbaton.workers import engine_server
 from kvbaton.workers.engine_server import MOST_LOST
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent
 from kvbaton.workers.server import ServerOptions, WorkerServer
-from kvbaton.workers.vllm import VllmOptions, VllmWorker, request_body
+from kvbaton.workers.vllm import VllmOptions, VllmWorker, _Lease, request_body
 from kvbaton.workers.vllm_metrics import read_figures
 
+FIELDS = json.loads((Path(__file__).parent / "engine_fields" / "vllm_nixl.json").read_text())
 METRICS = """
 vllm:num_requests_running{engine="0",model_name="m"} 1.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
@@ -201,6 +202,16 @@ async def running_pair(model_dir: Path) -> AsyncIterator[Pair]:
 async def pair(tiny_model_dir: Path) -> AsyncIterator[Pair]:
     async with running_pair(tiny_model_dir) as found:
         yield found
+
+
+async def test_what_is_sent_first_has_the_fields_that_the_connector_reads(pair: Pair) -> None:
+    await pair.run()
+    sent = pair.prefill.bodies[0]["kv_transfer_params"]
+    assert set(sent) == set(FIELDS["prefill_request"]) <= set(FIELDS["request_fields"])
+    assert sent["do_remote_decode"] is True and sent["do_remote_prefill"] is False
+    assert not any(sent.get(name) for name in FIELDS["needed_to_pull"]), "there is nothing to pull yet"
+    assert set(FIELDS["needed_to_pull"]) <= set(FIELDS["answer"]), "decode is told all it needs by prefill's answer"
+    assert set(_Lease.__struct_fields__) <= set(FIELDS["answer"])
 
 
 async def test_both_legs_and_the_object_passes_unchanged(pair: Pair) -> None:
