@@ -50,6 +50,11 @@ test-vllm: $(VENV)/.tested ## fleets of real vLLM: equality, KV moved, aborts, k
 	@$(VENV)/bin/python -m pytest -q -m peer -p no:cacheprovider --timeout 3600 -o faulthandler_timeout=0 \
 		tests/integration/test_vllm_fleet.py tests/integration/test_vllm_colocated.py $(ARGS)
 
+.PHONY: test-nixl
+test-nixl: $(VENV)/.tested ## hand-offs over NIXL: faults, unlike pools, a whole fleet; installs the extra
+	@$(PIP) $$($(EXTRA) nixl)
+	@$(VENV)/bin/python -m pytest -q -m peer -p no:cacheprovider --timeout 3600 tests/transfer tests/integration/test_nixl_fleet.py $(ARGS)
+
 lint: $(VENV)/.linted ## style, layers, types
 	@$(VENV)/bin/ruff check -q .
 	@$(VENV)/bin/ruff format -q --check .

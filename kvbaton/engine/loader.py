@@ -48,6 +48,7 @@ class LoadOptions:
     kv_dtype: str = "auto"  # auto: the compute dtype
     weights: str = "native"  # or weight-only int8, int4
     block_size: int = 16
+    kv_order: Literal["HND", "NHD"] = "HND"  # tokens of a head side by side, or heads of a token: that runs on torch
     kv_memory_bytes: int = 1024 * MIB
     num_kv_blocks: int | None = None  # overrides kv_memory_bytes
     max_context: int | None = None  # None: what the model's config says
@@ -61,6 +62,7 @@ class LoadOptions:
         for name, value, allowed in (
             ("dtype", self.dtype, COMPUTE_DTYPES),
             ("kv_dtype", self.kv_dtype, ("auto", *DTYPE_BYTES)),
+            ("kv_order", self.kv_order, ("HND", "NHD")),
             ("weights", self.weights, WEIGHT_FORMATS),
             ("backend", self.backend, BACKENDS),
         ):
@@ -100,6 +102,7 @@ def load(options: LoadOptions, incarnation: str = "", shared: Shared = "") -> Lo
         head_dim=config.head_dim,
         block_size=options.block_size,
         dtype=options.dtype if options.kv_dtype == "auto" else options.kv_dtype,
+        order=options.kv_order,
     )
     max_context = min(options.max_context or config.max_context, config.max_context)
     ranks: RankGroup | None = None

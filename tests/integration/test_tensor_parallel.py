@@ -130,6 +130,23 @@ async def test_pools_of_one_and_two_ranks_hand_off_to_each_other(make_tiny_model
             await check_pair(prefill, decode, prompts, expected, name)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_pools_of_unlike_layouts_hand_off_to_each_other(
+    make_tiny_model: Callable[..., Path], transport: str
+) -> None:
+    """Blocks of 16 and 24, either order of heads and tokens, one rank and two; real engines on both sides."""
+    model_dir = make_tiny_model("llama", **SMOL)
+    prompts = random_prompts(6, longest=300, vocab_size=Tokenizer.load(model_dir).vocab_size, seed=6)
+    async with Workers(model_dir) as workers:
+        plain = await workers.start(1, transport=transport)
+        turned = await workers.start(1, 24, transport, kv_order="NHD")
+        shared = await workers.start(2, 24, transport, kv_order="NHD")
+        assert (plain.layout.order, turned.layout.order, shared.layout.order) == ("HND", "NHD", "NHD")
+        expected = [answer.token_ids for answer in await answers_of(plain, None, prompts, "single")]
+        for prefill, decode in ((plain, turned), (turned, plain), (shared, plain), (plain, shared), (shared, turned)):
+            await check_pair(prefill, decode, prompts, expected, f"{prefill.backend} to {decode.backend}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 async def test_the_real_model_between_any_two_pools(transport: str) -> None:
