@@ -28,6 +28,7 @@ def split(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_answers_are_those_of_one_server_and_the_kv_moved(split: VllmFleet) -> None:
+    """Case KV-16."""
     decode = split.server("decode-0")
     before = decode.figure("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
     bytes_before = decode.figure("vllm:nixl_bytes_transferred_sum")

@@ -140,10 +140,11 @@ async def test_no_two_requests_have_the_same_transfer_and_the_bootstrap_server_i
 async def test_of_several_engines_one_is_named_to_both(pair: Pair) -> None:
     """Case RT-11: several ranks behind one address; whoever pulls is told of the one that holds the KV."""
     pair.fleet.engines = {str(rank): {"engine_id": f"e{rank}", "worker_addr": {}} for rank in range(4)}
-    for number in range(8):
+    for number in range(16):
         await pair.run()
         rank, asked = pair.fleet.prefill.ranks[number], pair.fleet.decode.bodies[number]["kv_transfer_params"]
         assert asked["remote_engine_id"] == f"e{rank}"
+    assert len(set(pair.fleet.prefill.ranks)) > 1, "the work is shared"
 
 
 async def test_a_local_request_is_one_call(pair: Pair) -> None:
