@@ -55,6 +55,11 @@ test-nixl: $(VENV)/.tested ## hand-offs over NIXL: faults, unlike pools, a whole
 	@$(PIP) $$($(EXTRA) nixl)
 	@$(VENV)/bin/python -m pytest -q -m peer -p no:cacheprovider --timeout 3600 tests/transfer tests/integration/test_nixl_fleet.py $(ARGS)
 
+.PHONY: test-mooncake
+test-mooncake: $(VENV)/.tested ## KV blocks in a real Mooncake store: other hosts, kills; installs the extra (the system has libibverbs1)
+	@$(PIP) $$($(EXTRA) mooncake)
+	@$(VENV)/bin/python -m pytest -q -m peer -p no:cacheprovider --timeout 3600 tests/kv tests/integration/test_tier_store.py $(ARGS)
+
 lint: $(VENV)/.linted ## style, layers, types
 	@$(VENV)/bin/ruff check -q .
 	@$(VENV)/bin/ruff format -q --check .

@@ -77,6 +77,7 @@ class WorkerSettings:
     engine_log: str = ""  # file for what it prints; empty: one in the temporary directory
     kv_tier_memory_mib: int = 0  # memory in which the workers of a fleet share KV blocks; 0: none
     kv_tier_disk: str = ""  # DIR:GiB for what leaves that memory, or without it for all; empty: none
+    kv_tier_store: str = ""  # mooncake://HOST:PORT of the master of a store that hosts share; empty: none
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,14 @@ IMPURE_IMPORTS = {
     "uuid",
 }
 # Extras that the package itself imports when they are there.
-OPTIONAL = ("engine", "kubernetes", "nixl", "otel", "parquet", "vllm")
+OPTIONAL = ("engine", "kubernetes", "mooncake", "nixl", "otel", "parquet", "vllm")
 # Where the name to import differs from the name to install.
-IMPORT_NAMES = {"opentelemetry_sdk": "opentelemetry", "pyyaml": "yaml", "pyzmq": "zmq"}
+IMPORT_NAMES = {
+    "mooncake_transfer_engine_non_cuda": "mooncake",
+    "opentelemetry_sdk": "opentelemetry",
+    "pyyaml": "yaml",
+    "pyzmq": "zmq",
+}
 
 
 def requirement_name(requirement: str) -> str:

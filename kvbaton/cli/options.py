@@ -64,6 +64,13 @@ ENGINE_FLAGS: tuple[_Flag, ...] = (
         "MiB of memory in which a fleet's workers on this host share KV blocks.  [default: 0, none]",
     ),
     (("--kv-tier-disk",), "worker", "kv_tier_disk", str, "DIR:GiB on a local disk for what leaves it."),
+    (
+        ("--kv-tier-store",),
+        "worker",
+        "kv_tier_store",
+        str,
+        "mooncake://HOST:PORT[?segment_mib=256]: a Mooncake store in which hosts share KV blocks.",
+    ),
 )
 WORKER_FLAGS: tuple[_Flag, ...] = (
     (("--role",), "worker", "role", click.Choice(["prefill", "decode", "both"]), "What it does.  [default: both]"),

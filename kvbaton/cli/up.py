@@ -27,6 +27,7 @@ from kvbaton.config import INTERNAL_KEY_VARIABLE, FleetSettings, to_environ, wit
 from kvbaton.kv.shared_pool import sweep_stale
 from kvbaton.kv.tier import tier_options
 from kvbaton.kv.tier_directory import TierDirectory, memory_directory, sweep_tiers
+from kvbaton.kv.tier_store import parse_store
 from kvbaton.router.control import FleetStatus, Process
 from kvbaton.types import LocalError, Role
 
@@ -129,7 +130,8 @@ def up_command(
 @contextlib.contextmanager
 def tier_held(fleet: FleetSettings, key: str) -> Iterator[None]:
     """The memory of the shared KV tier outlives each worker, and goes with the fleet."""
-    wanted = tier_options(fleet.worker.kv_tier_memory_mib, fleet.worker.kv_tier_disk, key)
+    worker = fleet.worker
+    wanted = tier_options(worker.kv_tier_memory_mib, worker.kv_tier_disk, worker.kv_tier_store, key)
     sweep_tiers()
     if not wanted.memory_bytes:
         yield
@@ -202,7 +204,9 @@ def complete(fleet: FleetSettings, workers: list[tuple[Role, int]], progress: Pr
         shared = sum(fleet.worker.transport != "tcp" or num_ranks > 1 for _, num_ranks in workers)
         tier_bytes = fleet.worker.kv_tier_memory_mib << 20
         shm_bytes = psutil.disk_usage("/dev/shm").free - tier_bytes if shared else 0
-        memory_bytes = psutil.virtual_memory().available - tier_bytes
+        store = parse_store(fleet.worker.kv_tier_store)
+        lent_bytes = len(workers) * store.segment_bytes if store is not None else 0
+        memory_bytes = psutil.virtual_memory().available - tier_bytes - lent_bytes
         fits_mib = fit_kv_memory_mib(len(workers), memory_bytes, shared, shm_bytes)
         if fits_mib < LEAST_KV_MIB:
             raise LocalError(

@@ -2,11 +2,10 @@
 
     write: new/ file -> renamed to its key inside the index's transaction      read: open, copy, verify
 
-Each file says of itself whose it is: magic, key, length, checksum of key and bytes; then the block, layer after layer.
-Invariants: a file is whole before it has its name, and never changes afterwards; so a reader that has opened it reads
-that block whatever happens to the name. What does not verify is not used, and removed. The bytes of the files are
-bounded (rounded up to pages), up to what one batch writes before it is let in. Knows nothing about engines, or what is
-in a block; time is an argument.
+Each file says of itself whose it is (``tier_block``). Invariants: a file is whole before it has its name, and never
+changes afterwards; so a reader that has opened it reads that block whatever happens to the name. What does not verify
+is not used, and removed. The bytes of the files are bounded (rounded up to pages), up to what one batch writes before
+it is let in. Knows nothing about engines, or what is in a block; time is an argument.
 """
 
 from __future__ import annotations
@@ -17,45 +16,28 @@ import os
 import secrets
 import shutil
 import sqlite3
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
-import xxhash
-
+from kvbaton.kv.tier_block import (
+    HEADER_BYTES,
+    BlockToWrite,
+    LevelCounts,
+    LevelName,
+    Pieces,
+    ReadResult,
+    header_of,
+    num_bytes_of,
+)
 from kvbaton.kv.tier_directory import TierDirectory
 from kvbaton.kv.tier_index import TierIndex, Undo
 from kvbaton.types import LocalError
 
 log = logging.getLogger(__name__)
 
-LevelName = Literal["memory", "disk"]
-ReadResult = Literal["read", "missing", "wrong"]
-Pieces = Sequence[Any]  # buffers of one block, in layer order; writable where they are read into
-_HEADER = struct.Struct("<8s16sQ16s")
-_MAGIC = b"KVTIER01"
 _PAGE_BYTES = 4096
 _FILE_ERRORS = (OSError, sqlite3.Error)
-
-
-@dataclass(frozen=True)
-class BlockToWrite:
-    key: bytes
-    pieces: Pieces
-    is_valid: Callable[[], bool]  # asked after it was copied: whether the bytes were still those of the key
-
-
-@dataclass
-class LevelCounts:
-    num_written: int = 0
-    num_written_bytes: int = 0
-    num_refused: int = 0  # no room, or its bytes changed under the copy
-    num_evicted: int = 0
-    num_wrong: int = 0
-    num_errors: int = 0  # the file system or the index did not do what was asked
 
 
 class TierLevel:
@@ -105,14 +87,14 @@ class TierLevel:
             self._tell("read", error)
             return "missing"
         try:
-            header = bytearray(_HEADER.size)
+            header = bytearray(HEADER_BYTES)
             num_read = os.preadv(fd, [header, *pieces], 0)
         except OSError as error:
             self._tell("read", error)
             num_read = 0
         finally:
             os.close(fd)
-        if num_read == _HEADER.size + _num_bytes(pieces) and bytes(header) == _header(key, pieces):
+        if num_read == HEADER_BYTES + num_bytes_of(pieces) and bytes(header) == header_of(key, pieces):
             return "read"
         log.warning("the KV tier's block %s (%s) is torn or not what it says; it is removed", key.hex(), self.name)
         self.counts.num_wrong += 1
@@ -124,7 +106,7 @@ class TierLevel:
         written = [block for block in blocks if self._write_new(block)]
         if not written:
             return []
-        return self._admit([(block.key, file_bytes(_num_bytes(block.pieces))) for block in written], now_s)
+        return self._admit([(block.key, file_bytes(num_bytes_of(block.pieces))) for block in written], now_s)
 
     def let_go(self, key: bytes) -> None:
         """The last of a victim."""
@@ -150,11 +132,11 @@ class TierLevel:
 
     def _write_new(self, block: BlockToWrite) -> bool:
         path = self._new(block.key)
-        num_bytes = _HEADER.size + _num_bytes(block.pieces)
+        num_bytes = HEADER_BYTES + num_bytes_of(block.pieces)
         try:
             fd = _open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
-                whole = os.writev(fd, [_header(block.key, block.pieces), *block.pieces]) == num_bytes
+                whole = os.writev(fd, [header_of(block.key, block.pieces), *block.pieces]) == num_bytes
             finally:
                 os.close(fd)
         except OSError as error:
@@ -273,7 +255,7 @@ class TierLevel:
 
 def file_bytes(block_bytes: int) -> int:
     """What the file of a block takes."""
-    return _held_bytes(_HEADER.size + block_bytes)
+    return _held_bytes(HEADER_BYTES + block_bytes)
 
 
 def _held_bytes(num_bytes: int) -> int:
@@ -288,14 +270,3 @@ def _private_index(path: Path, max_bytes: int) -> TierIndex:
 
 def _open_private(path: str | Path, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _num_bytes(pieces: Pieces) -> int:
-    return sum(len(piece) for piece in pieces)
-
-
-def _header(key: bytes, pieces: Pieces) -> bytes:
-    checksum = xxhash.xxh3_128(key)
-    for piece in pieces:
-        checksum.update(piece)
-    return _HEADER.pack(_MAGIC, key, _num_bytes(pieces), checksum.digest())

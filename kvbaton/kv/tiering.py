@@ -29,7 +29,7 @@ from kvbaton.kv.blocks import BlockManager
 from kvbaton.kv.layout import KVLayout
 from kvbaton.kv.shared_pool import SharedPool
 from kvbaton.kv.tier import Tier
-from kvbaton.kv.tier_level import BlockToWrite
+from kvbaton.kv.tier_block import BlockToWrite
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,9 @@ class TieringStats:
     tier_written_bytes: int = 0
     tier_memory_bytes: int = 0
     tier_disk_bytes: int = 0
+    num_tier_store_blocks: int = 0  # read from the store that hosts share
+    tier_store_written_bytes: int = 0
+    tier_store_up: int = 0  # 1: the store can be asked
     tier_wait_s: float = 0.0  # of all requests that were held
 
 
@@ -157,6 +160,9 @@ class Tiering:
         found.tier_written_bytes = tier.num_written_bytes
         found.tier_memory_bytes = tier.num_memory_bytes
         found.tier_disk_bytes = tier.num_disk_bytes
+        found.num_tier_store_blocks = tier.num_store_read
+        found.tier_store_written_bytes = tier.num_store_written_bytes
+        found.tier_store_up = int(tier.store_is_up)
         return found
 
     # -- in: engine thread ---------------------------------------------------------------------------------------

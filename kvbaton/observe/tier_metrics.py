@@ -28,7 +28,7 @@ TIER_METRICS: tuple[Metric, ...] = (
         "Blocks of the tier that were torn or not what they say; removed, and computed instead.",
         "num_tier_wrong_blocks",
     ),
-    _metric("written_bytes_total", "counter", "Bytes this worker wrote to either level.", "tier_written_bytes"),
+    _metric("written_bytes_total", "counter", "Bytes this worker wrote to all levels.", "tier_written_bytes"),
     _metric(
         "dropped_blocks_total",
         "counter",
@@ -41,7 +41,7 @@ TIER_METRICS: tuple[Metric, ...] = (
         "Blocks that this worker's writing pushed out of a level.",
         "num_tier_evicted_blocks",
     ),
-    _metric("errors_total", "counter", "What file system or index did not do.", "num_tier_errors"),
+    _metric("errors_total", "counter", "What file system, index or store did not do.", "num_tier_errors"),
     _metric(
         "memory_bytes",
         "gauge",
@@ -49,4 +49,9 @@ TIER_METRICS: tuple[Metric, ...] = (
         "tier_memory_bytes",
     ),
     _metric("disk_bytes", "gauge", "The same on disk.", "tier_disk_bytes"),
+    _metric("store_blocks_total", "counter", "Blocks read from the store that hosts share.", "num_tier_store_blocks"),
+    _metric(
+        "store_written_bytes_total", "counter", "Bytes this worker wrote to that store.", "tier_store_written_bytes"
+    ),
+    _metric("store_up", "gauge", "1 while that store can be asked, 0 while not.", "tier_store_up"),
 )

@@ -432,8 +432,7 @@ def _check_one_rank_only(options: WorkerOptions) -> None:
     """What a worker of several ranks cannot do, by name."""
     if options.handoff.transport == "nixl":
         raise LocalError("several ranks do not hand off by NIXL", field="transport", fix="use auto, shm or tcp")
-    if options.tier.memory_bytes or options.tier.disk_bytes:
-        field = "kv_tier_memory_mib" if options.tier.memory_bytes else "kv_tier_disk"
+    if (field := options.tier.asked_by) is not None:
         raise LocalError("several ranks have no KV tier", field=field, fix="leave it out, or use one rank")
 
 

@@ -68,7 +68,7 @@ def make_worker(model: ModelSettings, settings: WorkerSettings, key: str = "") -
             role=settings.role,
             host=settings.kv_host or settings.host,
             kv_port=settings.kv_port,
-            tier=tier_options(settings.kv_tier_memory_mib, settings.kv_tier_disk, key),
+            tier=tier_options(settings.kv_tier_memory_mib, settings.kv_tier_disk, settings.kv_tier_store, key),
             handoff=HandoffOptions(transport=settings.transport, lease_s=settings.lease_s, secret=key.encode()),
         ),
     )
@@ -80,7 +80,7 @@ async def start_over_server(model: ModelSettings, settings: WorkerSettings, key:
     if settings.tp > 1:
         fix = "for vLLM give --engine-args '--tensor-parallel-size N'"
         raise LocalError("tp is of the embedded engine", field="tp", fix=fix)
-    if settings.kv_tier_memory_mib or settings.kv_tier_disk:
+    if settings.kv_tier_memory_mib or settings.kv_tier_disk or settings.kv_tier_store:
         raise LocalError("the KV tier is one of the embedded engine", field="kv_tier_memory_mib", fix="leave it out")
     if settings.engine == "vllm":
         from kvbaton.workers.vllm_process import make_vllm_worker

@@ -86,6 +86,9 @@ class WorkerStats(msgspec.Struct, frozen=True):
     tier_written_bytes: int = 0
     tier_memory_bytes: int = 0
     tier_disk_bytes: int = 0
+    num_tier_store_blocks: int = 0
+    tier_store_written_bytes: int = 0
+    tier_store_up: int = 0
     tier_wait_s: float = 0.0
 
 

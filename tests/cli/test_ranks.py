@@ -59,6 +59,7 @@ def test_no_ranks_make_no_worker() -> None:
         ({"worker": {"transport": "nixl"}}, "transport"),
         ({"worker": {"kv_tier_memory_mib": 64}}, "kv_tier_memory_mib"),
         ({"worker": {"kv_tier_disk": "{directory}:1"}}, "kv_tier_disk"),
+        ({"worker": {"kv_tier_store": "mooncake://127.0.0.1:9"}}, "kv_tier_store"),
         ({"model": {"backend": "native"}}, "backend"),
         ({"model": {"weights": "int8"}}, "weights"),
         ({"model": {"weights": "int4"}}, "weights"),

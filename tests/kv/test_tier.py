@@ -222,7 +222,7 @@ def test_the_size_on_disk_is_read_or_refused(tmp_path: Path) -> None:
     for wrong in ("/a/b", "/a/b:", ":4", "/a/b:-1", "/a/b:many", "/a/b:nan", "/a/b:inf"):
         with pytest.raises(LocalError, match="DIR:GiB"):
             parse_disk(wrong)
-    assert tier_options(3, "", "key").memory_bytes == 3 * MIB
+    assert tier_options(3, "", "", "key").memory_bytes == 3 * MIB
 
 
 def test_a_damaged_index_begins_anew(tmp_path: Path) -> None:
