@@ -83,6 +83,16 @@ peers: $(VENV)/.tested ## install vLLM and llama.cpp for the benchmarks (about 5
 drill: $(VENV)/.installed ## fifty seeded runs of failures on a fleet with a tiny model (`make drill ARGS='--runs 5'`)
 	@$(VENV)/bin/kvbaton drill --prefill 2 --decode 2 --model tiny --runs 50 --per-run 4 --seed 0 --report out/drill $(ARGS)
 
+# float32, or another batch flips a greedy token; long patience, or two cores are too slow for two servers.
+VLLM_DRILL := --up-flag=--engine=vllm --up-flag=--dtype=float32 --up-flag=--max-context=8192 --up-flag=--kv-memory=1024 \
+	--up-flag="--engine-args=--enforce-eager --max-num-batched-tokens 256 --max-num-seqs 64" \
+	--rate 0.15 --canary-every-s 5 --patience 6
+.PHONY: drill-vllm
+drill-vllm: $(VENV)/.installed ## the same failures on one prefill and one decode server of real vLLM (half an hour)
+	@$(VENV)/bin/python -m benchmarks.peers.install vllm
+	@KVBATON_ROUTER_QUEUE_TIMEOUT_S=180 $(VENV)/bin/kvbaton drill --prefill 1 --decode 1 $(VLLM_DRILL) \
+		--up-flag=--engine-python=$${KVBATON_PEERS:-$$HOME/.cache/kvbaton/peers}/vllm/bin/python --report out/drill-vllm $(ARGS)
+
 .PHONY: simulate
 simulate: $(VENV)/.tested ## 10,000 seeds of a whole fleet on a virtual clock, in minutes (`make simulate ARGS='--seed 7 --story'`)
 	@$(VENV)/bin/python -m tests.simulation --seeds 10000 --processes $(TEST_PROCESSES) $(ARGS)
