@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 DEFAULT_SEGMENT_MIB = 256
 _MIB = 1 << 20
 _BATCH_BYTES = 8 << 20  # put at once
+_KEYS_AT_ONCE = 1000  # a question that always fits what a socket holds: sending it waits for nobody
+_MOST_SEGMENT_MIB = 1 << 24
 _READ_S = 1.0  # of the two that a prompt waits for the tier
 _WRITE_S = 4.0  # less than the wait for the writing thread when the worker ends
 # Of Mooncake's codes, what is no fault: of the object, the room and the size given.
@@ -58,12 +60,13 @@ def parse_store(text: str) -> StoreAddress | None:
     try:
         url = urlsplit(text)
         options = dict(parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query)))
-        segment_mib = int(options.pop("segment_mib", DEFAULT_SEGMENT_MIB))
+        segment = options.pop("segment_mib", str(DEFAULT_SEGMENT_MIB))
+        segment_mib = int(segment) if re.fullmatch(r"[0-9]{1,9}", segment) else 0
         host, port = url.hostname, url.port
         fits = re.fullmatch(r"mooncake://[A-Za-z0-9_.-]+:[0-9]{1,5}/?(\?.*)?", text) is not None
     except ValueError:
         host, port, segment_mib, options, fits = None, None, 0, {}, False
-    if not fits or not host or not port or segment_mib <= 0 or options:
+    if not fits or not host or not port or not 0 < segment_mib <= _MOST_SEGMENT_MIB or options:
         fix = "for example mooncake://10.0.0.1:50051?segment_mib=1024"
         raise LocalError(f"{text!r} is not mooncake://HOST:PORT", field=FIELD, fix=fix)
     return StoreAddress(host, port, segment_mib * _MIB)
@@ -100,8 +103,13 @@ class MooncakeLevel:
 
     def find(self, chain: Sequence[bytes], now_s: float, pin_s: float) -> int:
         """The store keeps what was looked at for as long as its master says, 10 s unless it was told otherwise."""
-        here = self._ask("read", Exist([_name(key) for key in chain]), _READ_S, fine=()) or []
-        return next((index for index, found in enumerate(here) if found != 1), len(here))
+        for start in range(0, len(chain), _KEYS_AT_ONCE):
+            part = chain[start : start + _KEYS_AT_ONCE]
+            here = self._ask("read", Exist([_name(key) for key in part]), _READ_S, fine=()) or []
+            num_here = next((index for index, found in enumerate(here) if found != 1), len(here))
+            if num_here < len(part):
+                return start + num_here
+        return len(chain)
 
     def read(self, key: bytes, pieces: Pieces) -> ReadResult:
         offset = self.link.offsets["read"]

@@ -108,8 +108,8 @@ class _Socket:
     def ask(self, question: Question, now_s: float, deadline_s: float) -> list[int]:
         assert self.owed_since_s is None
         try:
+            self.owed_since_s = now_s  # before it is sent: one that is stuck in sending is seen as well
             self._connection.send_bytes(msgspec.msgpack.encode(question))
-            self.owed_since_s = now_s
             if not self._connection.poll(deadline_s):
                 raise RemoteError(f"did not answer in {deadline_s:.0f} s", field=FIELD)
             answer = self._decoder.decode(self._connection.recv_bytes())

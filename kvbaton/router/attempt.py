@@ -120,8 +120,10 @@ class Caller:
         def another_answers(but: str) -> bool:
             return self._registry.another_answers(self._clock.now_s(), failed | {but})
 
-        def slow() -> bool:  # of a pair at least the decode worker can be asked again, if somebody prefills for it
-            return another_answers(decision.prefill or decision.decode) and self._slowness.spend()
+        def slow() -> bool:
+            # Of a pair at least the decode worker can be asked again: one that does not prefill, if somebody else does.
+            pair = decision.prefill is not None and (member is None or member.serves_alone)
+            return (pair or another_answers(decision.prefill or decision.decode)) and self._slowness.spend()
 
         def hopeless() -> bool:
             # Two polls in a row, not one call that failed: a worker that drains accepts none and ends what it has.

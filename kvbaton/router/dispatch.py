@@ -90,7 +90,9 @@ class Dispatcher:
             prefill_failed = last.cause == "prefill_failed"
             failed |= self._blamed(decision, last.cause, failed)
             if flight.causes.count("prefill_failed") >= 2:  # enough of it: the rest is done where it decodes
-                failed |= {member.name for member in self._registry.members if member.role == "prefill"}
+                pool = frozenset(member.name for member in self._registry.members if member.role == "prefill")
+                if self._registry.another_answers(self._clock.now_s(), failed | pool):
+                    failed |= pool
 
     def _once_more(self, flight: Flight, whole: Call, last: AttemptFailed) -> Call:
         """What the next worker is asked, or the error when nobody shall be."""

@@ -54,7 +54,8 @@ class EngineServer:
         self.num_bytes_derived = 0  # received, as far as what ended tells
         self.prompt_tokens = 0.0  # of a prompt, in the mean of late
         self._num_prompts = 0  # in that mean
-        self.busy_s = 0.0  # while it had requests, as far as the figures tell
+        self.role: Role = "both"  # of its worker, now
+        self.busy_s = 0.0  # while it only prefilled and had requests, as far as the figures tell
         self._counts_bytes = False  # whether the server itself ever said what it received
         self._scraped_at_s: float | None = None
         self._api_key = api_key
@@ -164,8 +165,8 @@ class EngineServer:
             self._num_prompts = min(self._num_prompts + num_fresh, PROMPTS_REMEMBERED)
             weight = min(1.0, num_fresh / self._num_prompts)
             self.prompt_tokens += weight * (num_tokens / num_fresh - self.prompt_tokens)
-        if since_s is not None and now.num_running:
-            self.busy_s += now_s - since_s
+        if since_s is not None and now.num_running and self.role == "prefill":
+            self.busy_s += min(now_s - since_s, 2 * SCRAPE_S)  # of a time without figures nothing is known
 
     @property
     def disconnected(self) -> bool:
@@ -243,7 +244,8 @@ class EngineServer:
         async with contextlib.aclosing(events):
             try:
                 async for event in events:
-                    begun = begun or isinstance(event, TokenOutput)
+                    if not begun and isinstance(event, TokenOutput):
+                        begun, self._num_lost = True, 0
                     yield event
             except ServerError as error:
                 if begun:
@@ -254,17 +256,16 @@ class EngineServer:
                     if self._num_lost > MOST_LOST:
                         raise
                 raise RemoteError(f"the KV that was offered did not come: {error}") from None
-        self._num_lost = 0
 
     async def _is_there(self, url: str, timeout_s: float) -> bool:
-        """Whoever listens there answers, whatever."""
+        """It answers, whatever. Its root is asked: SGLang's ``/health`` waits until the scheduler has time."""
         parts = urlsplit(url)
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with asyncio.timeout(timeout_s), self.http.get(f"{parts.scheme}://{parts.netloc}/health"):
+            async with asyncio.timeout(timeout_s), self.http.get(f"{parts.scheme}://{parts.netloc}/"):
                 return True
         return False
 
-    def stats(self, role: Role) -> WorkerStats:
+    def stats(self) -> WorkerStats:
         """The load as its figures tell it, and estimates of what they do not tell, by which pools are scaled.
 
         Prompt tokens not computed yet: of a server that only prefills, those of the requests there, half of them for
@@ -273,16 +274,16 @@ class EngineServer:
         Bytes received: the server's own count where it has one, though it be zero; else what its requests add up to.
         """
         figures = self.figures
-        if role == "prefill":
+        if self.role == "prefill":
             uncomputed = figures.num_waiting + figures.num_running / 2
         else:
-            uncomputed = float(figures.num_waiting) if role == "both" else 0.0
+            uncomputed = float(figures.num_waiting) if self.role == "both" else 0.0
         num_used = round(figures.num_blocks * figures.usage)
         return WorkerStats(
             num_waiting=figures.num_waiting,
             num_running=figures.num_running,
             waiting_prompt_tokens=round(uncomputed * self.prompt_tokens),
-            prefill_busy_s=self.busy_s if role == "prefill" else 0.0,
+            prefill_busy_s=self.busy_s,
             num_active=max(self.num_open, figures.num_running + figures.num_waiting),
             num_blocks=figures.num_blocks,
             num_blocks_used=num_used,

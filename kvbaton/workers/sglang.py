@@ -82,6 +82,7 @@ class SglangWorker:
         self.kv_port = 0
         self.fingerprint = fingerprint_of(self._layout(), config.revision, config.rope_text)
         self.engine = EngineServer(options.url, options.api_key, SGLANG, options.max_running, options.max_waiting)
+        self.engine.role = options.role
         self._about = DecodeServer()
         self._peers: dict[
             PeerAddress, BootstrapInfo
@@ -150,7 +151,7 @@ class SglangWorker:
         return role == self.role
 
     def stats(self) -> WorkerStats:
-        return self.engine.stats(self.role)
+        return self.engine.stats()
 
     # -- requests
 

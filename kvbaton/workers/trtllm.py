@@ -101,6 +101,7 @@ class TrtllmWorker:
         self.engine = EngineServer(
             options.url, options.api_key, TRTLLM, options.max_running, options.max_waiting, METRICS_PATH
         )
+        self.engine.role = options.role
         self.fingerprint = fingerprint_of(self._layout(), config.revision, config.rope_text)
         self._watching: asyncio.Task[None] | None = None
 
@@ -151,11 +152,11 @@ class TrtllmWorker:
 
     async def switch_role(self, role: Role, deadline_s: float) -> bool:
         """A server does what it is asked; the router decides what that is."""
-        self.role = role
+        self.role = self.engine.role = role
         return True
 
     def stats(self) -> WorkerStats:
-        return self.engine.stats(self.role)
+        return self.engine.stats()
 
     # -- requests
 

@@ -126,6 +126,7 @@ class VllmWorker:
         self.fingerprint = fingerprint_of(self._layout(_USUAL_BLOCK_SIZE), config.revision, config.rope_text)
         self.kv_port = int(options.url.rpartition(":")[2])
         self.engine = EngineServer(options.url, options.api_key, VLLM, options.max_running, options.max_waiting)
+        self.engine.role = options.role
         self.mooncake = MooncakePeers(options.bootstrap_port) if options.bootstrap_port else None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -218,11 +219,11 @@ class VllmWorker:
         the role it was started with, and a request of the other one ends it."""
         if self.mooncake is not None:
             return role == self.role
-        self.role = role
+        self.role = self.engine.role = role
         return True
 
     def stats(self) -> WorkerStats:
-        return self.engine.stats(self.role)
+        return self.engine.stats()
 
     # -- requests
 

@@ -71,7 +71,7 @@ def _spec(
     model: ModelSettings, settings: WorkerSettings, model_dir: Path, name: str, max_context: int, api_key: str
 ) -> ServerSpec:
     host = settings.kv_host or settings.host
-    if settings.role != "decode" and is_wildcard(host):
+    if settings.role == "prefill" and is_wildcard(host):
         fix = "give --kv-host ADDRESS, as other hosts reach this one"
         raise LocalError(f"peers would be sent to {host} for KV, which each takes for itself", field="kv_host", fix=fix)
     log_path = settings.engine_log or os.path.join(tempfile.gettempdir(), f"kvbaton-vllm-{os.getpid()}.log")

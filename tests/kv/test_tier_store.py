@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import secrets
 import signal
 import socket
@@ -90,11 +91,31 @@ def test_the_address_is_read_or_refused() -> None:
         "10.0.0.1:50051", "http://10.0.0.1:50051", "mooncake://10.0.0.1", "mooncake://:50051", "mooncake://a:0",
         "mooncake://a:70000", "mooncake://a:b", "mooncake://u@a:1", "mooncake://a:1/path", "mooncake://a:1?segment_mib=0",
         "mooncake://a:1?segment_mib=x", "mooncake://a:1?segment_mib=", "mooncake://a:1?what=1", "mooncake://a:1?what",
-        "mooncake://a:1#b", "mooncake://[::1]:1",
+        "mooncake://a:1#b", "mooncake://[::1]:1", "mooncake://a:1?segment_mib=1_0", "mooncake://a:1?segment_mib=\u0663",
+        "mooncake://a:1?segment_mib=99999999999999999999",
     ):  # fmt: skip
         with pytest.raises(LocalError, match="is not mooncake://HOST:PORT") as told:
             parse_store(wrong)
         assert told.value.field == "kv_tier_store" and told.value.fix
+
+
+def test_the_longest_prompt_is_asked_about_without_waiting(
+    store: Path, master: StoreAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a process that is stopped no socket takes it all: the deadline has to hold for the sending too."""
+    level = MooncakeLevel(master, LAYOUT.block_bytes)
+    try:
+        until(lambda: level.link.is_settled("read") and level.is_up)
+        chain = [index.to_bytes(16, "big") for index in range(20_000)]
+        assert level.find(chain, 0.0, 1.0) == 0
+        monkeypatch.setattr(tier_store, "_READ_S", 0.1)
+        os.kill(level.link.process.pid, signal.SIGSTOP)
+        try:
+            assert level.find(chain, 0.0, 1.0) == 0 and level.counts.num_errors == 1
+        finally:
+            os.kill(level.link.process.pid, signal.SIGCONT)
+    finally:
+        level.close()
 
 
 def test_without_the_package_it_is_said_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router.fleet import SHORT, running_fleet
+from router.fleet import LONG, SHORT, running_fleet
 from router.gates import gate_of
 from router.rig import Rig, make_rig, read_stream
-from workers.scripted import until
+from workers.scripted import sse_events, until
 
 from kvbaton.engine.tokenizer import Tokenizer
 
@@ -39,6 +39,25 @@ async def test_decode_that_refuses_connections_is_gone_around(tiny_model_dir: Pa
         assert rig.retries("unreachable") == 1
         status, answer, _ = await rig.fleet.post({**BODY, "stream": False})
         assert status == 200 and answer["choices"][0]["text"] == expected.texts[0]
+
+
+async def test_the_only_decode_worker_freezes_and_a_prefill_worker_answers(tiny_model_dir: Path) -> None:
+    """When its first token is missed its polls have failed too: nobody is left to decode, and two could answer."""
+    roles: Any = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
+    impatient = {"first_token_min_s": 0.3, "first_token_factor": 0.01, "request_timeout_s": 600.0}
+    async with running_fleet(Tokenizer.load(tiny_model_dir), roles, **impatient) as fleet:
+        frozen = fleet.workers["d0"]
+        frozen.gate.clear()
+        post = asyncio.ensure_future(fleet.post({"prompt": LONG, "max_tokens": 3, "stream": True}))
+        await until(lambda: frozen.num_open == 1)
+        member = fleet.registry.get("d0")
+        assert member is not None
+        for _ in range(2):
+            fleet.registry.poll_failed(member, "timeout", unreachable=False)
+        status, raw, _ = await post
+        assert status == 200 and sse_events(raw)[-1] == "[DONE]"
+        assert any(fleet.workers[name].requests for name in ("p0", "p1"))
+        frozen.gate.set()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -36,12 +36,14 @@ class SglangFleet:
         await self.lives[name].aclose()
 
 
-async def make_fleet(model_dir: Path, stack: AsyncExitStack, **settings: Any) -> SglangFleet:
+async def make_fleet(
+    model_dir: Path, stack: AsyncExitStack, roles: dict[str, Role] | None = None, **settings: Any
+) -> SglangFleet:
     """Nobody ever waits long enough for room: what waits for it hangs."""
     settings = {"threshold_tokens": None, "queue_timeout_s": 3600.0, **settings}
     rooms: dict[int, Room] = {}
     servers, lives, members = {}, {}, []
-    for name, role in ROLES.items():
+    for name, role in (roles or ROLES).items():
         lives[name] = life = await stack.enter_async_context(AsyncExitStack())
         servers[name] = server = FakeSglang(role, rooms)
         await server.start(life)
@@ -95,6 +97,18 @@ async def test_without_a_prefill_worker_the_error_says_so_at_once(sglang: Sglang
     assert (status, answer["error"]["code"]) == (503, "no_workers") and headers["retry-after"]
     assert answer["error"]["message"] == "no prefill worker takes this prompt now, and the decode workers compute none"
     assert fleet.counter("kvbaton_router_queue_seconds_count") == 0, "nobody waited for room"
+
+
+async def test_after_two_dead_prefill_servers_the_third_is_asked(tiny_model_dir: Path) -> None:
+    """Elsewhere the prompt would be computed where it decodes by then."""
+    roles: dict[str, Role] = {"p0": "prefill", "p1": "prefill", "p2": "prefill", "d0": "decode"}
+    async with AsyncExitStack() as stack:
+        sglang = await make_fleet(tiny_model_dir, stack, roles)
+        await sglang.kill("p0")
+        await sglang.kill("p1")
+        for _ in range(3):  # whoever is asked first, and second
+            status, answer, headers = await sglang.fleet.post({"prompt": SHORT, "max_tokens": 3})
+            assert (status, headers["x-kvbaton-prefill"]) == (200, "p2"), answer
 
 
 async def test_a_prefill_server_is_not_given_a_whole_request(sglang: SglangFleet) -> None:

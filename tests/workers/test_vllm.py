@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ class FakeVllm:
         async def metrics(request: web.Request) -> web.Response:
             return web.Response(text=self.metrics)
 
-        async def health(request: web.Request) -> web.Response:
+        async def root(request: web.Request) -> web.Response:
             self.num_probes += 1
             if self.silent:
                 await asyncio.Event().wait()
@@ -150,7 +150,7 @@ class FakeVllm:
             return web.Response()
 
         app = web.Application()
-        app.router.add_get("/health", health)
+        app.router.add_get("/", root)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_get("/v1/models", models)
         app.router.add_get("/version", version)
@@ -368,7 +368,10 @@ async def test_a_decode_server_that_gets_no_kv_of_anybody_is_to_blame(pair: Pair
     with pytest.raises(LocalError, match="Internal server error"):
         await pair.run()
     pair.decode.stream = None
-    assert await pair.run()
+    async with aclosing(pair.worker.generate(make_request(), pair.peer, 20.0)) as events:
+        async for event in events:
+            if isinstance(event, TokenOutput):
+                break  # that it began to answer shows that the KV came
     pair.decode.stream = LOST
     with pytest.raises(RemoteError):
         await pair.run()
@@ -476,7 +479,10 @@ async def test_what_a_prefill_pool_is_scaled_by_is_estimated(tiny_model_dir: Pat
         await until(lambda: worker.stats().prefill_busy_s > 0)
         for role, expected in (("both", 3 * 400), ("decode", 0)):
             await worker.switch_role(role, 1.0)  # type: ignore[arg-type]
-            assert worker.stats().waiting_prompt_tokens == expected and worker.stats().prefill_busy_s == 0
+            assert worker.stats().waiting_prompt_tokens == expected
+            busy_s, figures = worker.stats().prefill_busy_s, worker.figures
+            await until(lambda figures=figures: worker.figures is not figures)
+            assert worker.stats().prefill_busy_s == busy_s > 0, "it counts what is surely prefill, and never goes back"
         await worker.switch_role("prefill", 1.0)
         fake.metrics = prompts_text(0, 1, 20, 4000 + 10 * 100)
         await until(lambda: worker.stats().waiting_prompt_tokens == 250)  # the mean of both tens
@@ -485,6 +491,13 @@ async def test_what_a_prefill_pool_is_scaled_by_is_estimated(tiny_model_dir: Pat
         fake.metrics = prompts_text(0, 2, 1, 700)  # started anew
         await until(lambda: worker.stats().num_waiting == 2)
         assert worker.stats().waiting_prompt_tokens == 100
+        busy_s = worker.stats().prefill_busy_s
+        worker.engine._scraped_at_s -= 60  # as if nothing could be read for a minute
+        fake.metrics = prompts_text(1, 1, 1, 700)
+        await until(lambda: worker.stats().num_running == 1)
+        assert worker.stats().prefill_busy_s < busy_s + 50, "of a time without figures nothing is known"
+        fake.metrics = prompts_text(0, 2, 1, 700)
+        await until(lambda: worker.stats().num_running == 0)
         busy_s = worker.stats().prefill_busy_s
         fake.metrics = prompts_text(0, 0, 1, 700)
         await until(lambda: worker.stats().num_waiting == 0)
