@@ -99,7 +99,7 @@ async def test_estimates_become_what_was_measured(tiny_model_dir: Path, lines: l
             await real.fleet.settled()  # or the next one would seem to have run beside it
         await real.check_empty()
         model = real.fleet.registry.measured.learning.workers["b0"].prefill
-        assert model.count == 20
+        assert 3 < model.count <= 20, "each counts; a machine that changes its speed meanwhile starts it over at three"
         ratios = []
         for report in (fields["report"] for fields in lines):
             tokens = report["num_prompt_tokens"] - report["num_cached_tokens"]
