@@ -115,7 +115,7 @@ def cells(line: Line) -> list[str]:
 
 
 def sentence(record: DrillRecord) -> str:
-    done = [result for result in record.results if not result.skipped]
+    done = record.done
     failed = sum(not result.passed for result in done)
     requests, wrong = sum(r.requests for r in done), sum(r.wrong for r in done)
     lost = sum(r.lost for r in done if not BY_NAME[r.name].promise.may_break)

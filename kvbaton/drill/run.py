@@ -63,17 +63,20 @@ class DrillRecord(msgspec.Struct, frozen=True):
     machine: dict[str, str] = {}
 
     @property
+    def done(self) -> list[Result]:
+        """What was rehearsed."""
+        return [result for result in self.results if not result.skipped]
+
+    @property
     def passed(self) -> bool:
-        done = [result for result in self.results if not result.skipped]
-        good = all(result.passed for result in done) and not self.nothing_moved
-        return bool(done) and good and not self.stopped and not self.doubtful
+        good = all(result.passed for result in self.done) and not self.nothing_moved
+        return bool(self.done) and good and not self.stopped and not self.doubtful
 
     @property
     def nothing_moved(self) -> bool:
         """Two pools, and no KV went from one to the other: whatever was rehearsed, it was not their hand-off."""
         split = bool(self.fleet.get("prefill") and self.fleet.get("decode"))
-        done = [result for result in self.results if not result.skipped]
-        return split and bool(done) and not any(result.moved_bytes for result in done)
+        return split and bool(self.done) and not any(result.moved_bytes for result in self.done)
 
 
 async def drill(

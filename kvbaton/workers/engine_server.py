@@ -115,22 +115,21 @@ class EngineServer:
     async def ask_peer(self, url: str, body: bytes, headers: Mapping[str, str], who: str) -> bytes:
         """``post``, given up when the peer's host does not answer any more: a prefill shows nothing before its end."""
         asking = asyncio.create_task(self.post(url, body, headers, who))
-        probe: asyncio.Task[bool] | None = None
+        probe = asyncio.create_task(self._still_there(url))
         num_silent = 0
         try:
             while True:
-                probe = asyncio.create_task(self._still_there(url))
                 await asyncio.wait({asking, probe}, return_when=asyncio.FIRST_COMPLETED)
                 if asking.done():
                     return asking.result()
                 num_silent = 0 if probe.result() else num_silent + 1
                 if num_silent >= MOST_SILENT:
                     raise RemoteError(f"{who} at {url} does not answer any more")
+                probe = asyncio.create_task(self._still_there(url))
         finally:
-            for task in (asking, probe):
-                if task is not None:
-                    task.cancel()
-            await asyncio.gather(asking, *([probe] if probe is not None else []), return_exceptions=True)
+            asking.cancel()
+            probe.cancel()
+            await asyncio.gather(asking, probe, return_exceptions=True)
 
     async def _still_there(self, url: str) -> bool:
         await asyncio.sleep(PROBE_EVERY_S)
