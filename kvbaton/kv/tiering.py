@@ -145,10 +145,21 @@ class Tiering:
         self.tier.close()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until what was offered is written or dropped; from any thread but the engine's. False: not in time."""
-        done = threading.Event()
-        self._outgoing.put(done)
-        return done.wait(timeout_s)
+        """Wait until what was offered is written or dropped, and nothing that was asked for is still read into; from
+        any thread but the engine's. What the engine is told afterwards, it does after it has let go of those blocks.
+        False: not in time."""
+
+        def passes(put: Callable[[threading.Event], None]) -> bool:
+            done = threading.Event()
+            put(done)
+            return done.wait(timeout_s)
+
+        return (
+            passes(self._outgoing.put)
+            and passes(lambda done: self._jobs.put(done.set))
+            and passes(lambda done: self._post(done.set))  # what was found by then is to be read now
+            and passes(lambda done: self._jobs.put(done.set))
+        )
 
     def stats(self) -> TieringStats:
         """Single reads of counters; from any thread."""
