@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 @click.argument("targets", nargs=-1)
 @click.option("--pid", type=int, help="Process id of `kvbaton up`, when several fleets run here.")
 @click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help="Fleet file with [[workers]].")
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Make hand-offs between our workers.")
-@click.option("--probe/--no-probe", default=True, show_default=True, help="Ask other engines for one token each.")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Make hand-offs between each pair.")
+@click.option("--probe/--no-probe", default=True, show_default=True, help="Ask models of other engines anything.")
 @click.option("--tokens", type=click.IntRange(1), default=1024, show_default=True, help="Prompt of a hand-off.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Hand-offs of each pair.")
 @click.option("--timeout-s", type=click.FloatRange(1), default=60.0, show_default=True, help="For a model to answer.")
@@ -43,7 +43,7 @@ def doctor_command(
 
     Servers are ours, vLLM's, SGLang's or TensorRT-LLM's; which, is found out. Read are versions, fingerprints or what
     an engine tells of them, block size, dtype, tensor parallelism, where peers are sent and whether that can be
-    reached, and clocks; then each pair of ours hands off a prompt. The fleet's key is read from KVBATON_INTERNAL_KEY,
+    reached, and clocks; then each pair hands off a prompt. The fleet's key is read from KVBATON_INTERNAL_KEY,
     those of other servers from VLLM_API_KEY, SGLANG_API_KEY and TRTLLM_API_KEY.
     """
     from kvbaton.doctor.findings import diagnose

@@ -10,7 +10,7 @@ import aiohttp
 from kvbaton.doctor.facts import Examination, Keys, Target
 from kvbaton.doctor.findings import pairs_of
 from kvbaton.doctor.look import Asking, look_at_all
-from kvbaton.doctor.measure import measure_pairs
+from kvbaton.doctor.measure import can_measure, measure_pairs
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,6 @@ async def examine(targets: Sequence[Target], keys: Keys, how: How) -> Examinatio
     async with aiohttp.ClientSession(trust_env=False) as session:
         asking = Asking(session, how.model_s)
         servers = await look_at_all(asking, targets, keys, how.probe)
-        pairs = [
-            (prefill, decode)
-            for prefill, decode in pairs_of(servers)
-            if prefill.engine == decode.engine == "kvbaton" and prefill.kv_host and not prefill.kv_trouble
-        ]
-        wanted = bool(keys.internal and how.num_tokens)
-        found = await measure_pairs(asking, pairs, keys.internal, how.num_tokens, how.repeats) if wanted else []
+        pairs = [pair for pair in pairs_of(servers) if how.num_tokens and can_measure(*pair, keys, how.probe)]
+        found = await measure_pairs(asking, servers, pairs, keys, how.num_tokens, how.repeats)
     return Examination(tuple(servers), tuple(found))

@@ -6,12 +6,12 @@ sockets or about what is wrong with a value (``findings``).
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
+from kvbaton.transfer.reach import is_own_machine
 from kvbaton.types import Fingerprint, LocalError, Role
 
 TargetRole = Literal["prefill", "decode", "both", "router"]
@@ -117,14 +117,3 @@ def locked_out(facts: ServerFacts, engine: str, tried: bool) -> ServerFacts:
         trouble="it does not take the key that it was given" if tried else "it wants an API key",
         remedy=f"set {variable} to the key that the {ENGINE_NAMES[engine]} server was started with",
     )
-
-
-def is_own_machine(host: str) -> bool:
-    """Whether everybody takes it for their own machine: a loopback address, or the wildcard of those who listen."""
-    if host == "localhost":
-        return True
-    try:
-        found = ip_address(host.strip("[]"))
-    except ValueError:
-        return False
-    return found.is_loopback or found.is_unspecified

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts, is_own_machine
+from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts
 from kvbaton.kv.compat import blocking, differences
+from kvbaton.transfer.reach import is_own_machine
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")

@@ -21,6 +21,7 @@ from kvbaton.doctor.look_mooncake import with_mooncake
 from kvbaton.doctor.look_sglang import look_at_sglang
 from kvbaton.doctor.look_trtllm import look_at_trtllm
 from kvbaton.doctor.look_vllm import look_at_vllm
+from kvbaton.transfer.reach import is_own_machine
 from kvbaton.types import UNREADABLE, Fingerprint, RemoteError
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
 from kvbaton.workers.vllm_server import key_for_servers
@@ -182,6 +183,8 @@ async def _look_at_ours(
         backend=_backend(info.fingerprint),
         bootstrap_port=info.engine_bootstrap_port,
     )
+    if facts.backend == "sglang":
+        return await _with_sglang(asking, facts, info.engine_url, keys.sglang)
     return [facts, *await _look_behind(asking, facts, keys, probe)]
 
 
@@ -192,11 +195,8 @@ def _backend(fingerprint: Fingerprint) -> str:
 
 
 async def _look_behind(asking: Asking, ours: ServerFacts, keys: Keys, probe: bool) -> list[ServerFacts]:
-    """The server that a worker of ours drives, where peers are sent to that server itself.
-
-    Peers of SGLang are sent to its bootstrap server, which a decode server has none of: those compare by themselves.
-    """
-    name = f"{ours.name}'s {ENGINE_NAMES.get(ours.backend, '')}"
+    """The server that a worker of ours drives, where peers are sent to that server itself."""
+    name = _name_behind(ours)
     host = f"[{ours.kv_host}]" if ":" in ours.kv_host and not ours.kv_host.startswith("[") else ours.kv_host
     behind = ServerFacts(name, ours.role, f"http://{host}:{ours.kv_port}", behind=ours.name)
     try:
@@ -210,6 +210,28 @@ async def _look_behind(asking: Asking, ours: ServerFacts, keys: Keys, probe: boo
         return [found or await _stranger(asking, behind)]
     except RemoteError as error:
         return [msgspec.structs.replace(behind, trouble=str(error))]
+
+
+async def _with_sglang(asking: Asking, ours: ServerFacts, url: str, api_key: str) -> list[ServerFacts]:
+    """Peers are sent to the bootstrap server only; a server that its worker alone can reach or open is no fault."""
+    address = urlsplit(url)
+    if is_own_machine(address.hostname or "") and address.port:
+        host = urlsplit(ours.url).hostname or ""
+        url = f"http://[{host}]:{address.port}" if ":" in host else f"http://{host}:{address.port}"
+    behind = ServerFacts(_name_behind(ours), ours.role, url, behind=ours.name)
+    try:
+        found = await look_at_sglang(asking, behind, api_key) if url else None
+        trouble = "" if found is None else " ".join(filter(None, (found.trouble, found.remedy and f"({found.remedy})")))
+    except RemoteError as error:
+        found, trouble = None, str(error)
+    if found is not None and not found.trouble:
+        return [ours, found]
+    untold = f"its SGLang server cannot be read from here: {trouble or 'it does not say where it is'}"
+    return [msgspec.structs.replace(ours, untold=(*ours.untold, untold))]
+
+
+def _name_behind(ours: ServerFacts) -> str:
+    return f"{ours.name}'s {ENGINE_NAMES.get(ours.backend, '')}"
 
 
 async def _members(asking: Asking, target: Target, key: str) -> tuple[str, ...]:

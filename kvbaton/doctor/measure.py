@@ -1,62 +1,91 @@
-"""Makes one hand-off after the other between each pair of our workers, and says what became of it.
+"""Makes one hand-off after the other between each pair, and says what became of it and how fast it was.
 
-The prompt is computed on the prefill worker first, so that the hand-off waits for nothing but its last block; tokens
-and a salt of its own keep it out of every other prompt's way, and out of the decode worker's cache. Where a prefill
-server is SGLang's or TensorRT-LLM's, which computes for a decode server only, the hand-off is all that is asked for.
-Only the embedded engine says how long a transfer took. Invariants: a pair that fails says why in the words of the
-worker; one hand-off at a time. Knows nothing about what a rate means.
+Between workers of ours the prompt is computed on the prefill worker first, so that the hand-off waits for nothing but
+its last block. Where a prefill server is SGLang's or TensorRT-LLM's, which computes for a decode server only, the
+hand-off is all that is asked for. vLLM's and SGLang's own servers are asked as their own proxies would (``hand_off``).
+Tokens and a salt of its own keep a prompt out of every other one's way, and out of the decode server's cache. How long
+the transfer took is told by our embedded engine in its report, by vLLM and SGLang in their figures (``transfers``), by
+TensorRT-LLM not at all. Invariants: a pair that fails says why in the words of the server; one hand-off at a time.
+Knows nothing about what a rate means.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from statistics import median
 
 import msgspec
 
-from kvbaton.doctor.facts import PairFacts, ServerFacts
+from kvbaton.doctor.facts import Keys, PairFacts, ServerFacts
+from kvbaton.doctor.hand_off import between_sglang, between_vllm, expect
 from kvbaton.doctor.look import Asking
+from kvbaton.doctor.look_vllm import NIXL
+from kvbaton.doctor.transfers import Transfers
 from kvbaton.types import UNREADABLE, RemoteError
 from kvbaton.workers.generation import REPORT_HEADER
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, PeerAddress, RequestReport
 
 _NOT_ALONE = {"sglang", "trtllm"}  # their prefill servers answer nobody but a decode server
 _WITHOUT_SALTS = {"trtllm"}
+_MIN_BLOCKS = 2  # of another engine's; with fewer full ones there may be nothing to hand off
+_NOTHING_MOVED = "the decode worker answered, but no bytes moved"
+Pair = tuple[ServerFacts, ServerFacts]
+HandOff = Callable[[Asking, ServerFacts, ServerFacts, Keys, Sequence[int]], Awaitable[None]]
+
+
+class _Once(msgspec.Struct, frozen=True):
+    """One hand-off. ``seconds``: zero where nobody says how long its transfer took."""
+
+    num_bytes: float
+    seconds: float
+
+
+def can_measure(prefill: ServerFacts, decode: ServerFacts, keys: Keys, probe: bool) -> bool:
+    """``probe``: servers of other engines may be asked. What is behind a worker of ours is asked by that worker."""
+    if prefill.engine != decode.engine or prefill.behind or not prefill.kv_host or prefill.kv_trouble:
+        return False
+    return bool(keys.internal) if prefill.engine == "kvbaton" else probe and _hand_off(prefill, decode) is not None
 
 
 async def measure_pairs(
-    asking: Asking, pairs: Sequence[tuple[ServerFacts, ServerFacts]], key: str, num_tokens: int, repeats: int
+    asking: Asking, servers: Sequence[ServerFacts], pairs: Sequence[Pair], keys: Keys, num_tokens: int, repeats: int
 ) -> list[PairFacts]:
-    return [await _measure(asking, prefill, decode, key, num_tokens, repeats) for prefill, decode in pairs]
+    """``servers``: all of the fleet, those behind workers of ours among them."""
+    return [await _measure(asking, servers, pair, keys, num_tokens, repeats) for pair in pairs]
 
 
 async def _measure(
-    asking: Asking, prefill: ServerFacts, decode: ServerFacts, key: str, num_tokens: int, repeats: int
+    asking: Asking, servers: Sequence[ServerFacts], pair: Pair, keys: Keys, num_tokens: int, repeats: int
 ) -> PairFacts:
+    prefill, decode = pair
     facts = PairFacts(prefill.name, decode.name)
-    room = min(server.max_context for server in (prefill, decode)) - 2
+    room = min((server.max_context for server in pair if server.max_context), default=num_tokens + 2) - 2
+    if prefill.engine != "kvbaton":
+        num_tokens = max(num_tokens, _MIN_BLOCKS * max(prefill.block_size, decode.block_size) + 1)
+    names = {server.name for server in pair}
+    movers = tuple(server for server in servers if server.behind in names or server in pair)
+    transfers = Transfers(asking, movers)
     found = []
     try:
         for _ in range(repeats):
-            found.append(await _once(asking, prefill, decode, key, min(num_tokens, room)))
+            prompt = [1 + secrets.randbelow(97) for _ in range(min(num_tokens, room))]
+            if prefill.engine == "kvbaton":
+                found.append(await _between_ours(asking, pair, keys, prompt, transfers))
+            else:
+                found.append(await _between_others(asking, pair, keys, prompt, transfers))
     except RemoteError as error:
         return msgspec.structs.replace(facts, trouble=str(error))
-    if any(report.path != "remote" or not report.transfer_bytes for report in found):
-        return msgspec.structs.replace(facts, trouble="the decode worker answered, but no bytes moved")
-    seconds = [report.transfer_s for report in found if report.transfer_s]
+    seconds = [each.seconds for each in found if each.seconds > 0]
     return msgspec.structs.replace(
-        facts,
-        num_bytes=found[-1].transfer_bytes,
-        seconds=median(seconds) if seconds else 0.0,
-        repeats=len(found),
+        facts, num_bytes=int(found[-1].num_bytes), seconds=median(seconds) if seconds else 0.0, repeats=len(found)
     )
 
 
-async def _once(asking: Asking, prefill: ServerFacts, decode: ServerFacts, key: str, num_tokens: int) -> RequestReport:
+async def _between_ours(asking: Asking, pair: Pair, keys: Keys, prompt: Sequence[int], transfers: Transfers) -> _Once:
+    prefill, decode = pair
     backends = {prefill.backend, decode.backend}
     salt = "" if backends & _WITHOUT_SALTS else f"doctor-{secrets.token_hex(8)}"
-    prompt = [1 + secrets.randbelow(97) for _ in range(num_tokens)]
     body: dict[str, object] = {
         "model": decode.model,
         "prompt": prompt,
@@ -66,10 +95,10 @@ async def _once(asking: Asking, prefill: ServerFacts, decode: ServerFacts, key: 
     }
     if salt:
         body["cache_salt"] = salt
-    headers = {INTERNAL_KEY_HEADER.decode(): key}  # workers that others can reach generate for nobody without it
+    headers = {INTERNAL_KEY_HEADER.decode(): keys.internal}  # without it those that others can reach refuse
     if not backends & _NOT_ALONE:
         warm = await asking.post(f"{prefill.url}/v1/completions", {**body, "max_tokens": 1}, headers, asking.model_s)
-        _expect(warm.status, warm.body, prefill.name)
+        expect(warm.status, warm.body, prefill.name)
     internal = InternalRequest(
         request_id=secrets.token_hex(12),
         prompt_token_ids=(tuple(prompt),),
@@ -77,19 +106,39 @@ async def _once(asking: Asking, prefill: ServerFacts, decode: ServerFacts, key: 
         deadline_s=asking.model_s,
         cache_salt=salt,
     )
+    await transfers.start()
     answer = await asking.post(f"{decode.url}/v1/completions", {**body, "kvbaton": internal}, headers, asking.model_s)
-    _expect(answer.status, answer.body, decode.name)
+    expect(answer.status, answer.body, decode.name)
     try:
-        return msgspec.json.decode(answer.headers.get(REPORT_HEADER.decode(), ""), type=RequestReport)
+        report = msgspec.json.decode(answer.headers.get(REPORT_HEADER.decode(), ""), type=RequestReport)
     except UNREADABLE as error:
         raise RemoteError(f"{decode.name} does not say what the hand-off took: {error}") from None
+    if report.path != "remote" or not report.transfer_bytes:
+        raise RemoteError(_NOTHING_MOVED)
+    if report.transfer_s:
+        return _Once(report.transfer_bytes, report.transfer_s)
+    moved = await transfers.moved()  # a worker over another engine only derives its bytes
+    if moved is None or moved.num_bytes <= 0:
+        return _Once(report.transfer_bytes, 0.0)
+    return _Once(moved.num_bytes, moved.seconds)
 
 
-def _expect(status: int, body: bytes, name: str) -> None:
-    if status == 200:
-        return
-    try:
-        message = str(msgspec.json.decode(body)["error"]["message"])
-    except (*UNREADABLE, KeyError, TypeError):
-        message = body[:200].decode(errors="replace")
-    raise RemoteError(f"{name} answers {status}: {message}")
+async def _between_others(asking: Asking, pair: Pair, keys: Keys, prompt: Sequence[int], transfers: Transfers) -> _Once:
+    prefill, decode = pair
+    hand_off = _hand_off(prefill, decode)
+    assert hand_off is not None, "``can_measure`` says which"
+    await transfers.start()
+    await hand_off(asking, prefill, decode, keys, prompt)
+    moved = await transfers.moved()
+    if moved is None:
+        return _Once(0, 0.0)
+    if moved.num_bytes <= 0 and prefill.engine == "vllm":  # which computes what it could not pull, if it is set to
+        raise RemoteError(_NOTHING_MOVED)
+    return _Once(moved.num_bytes, moved.seconds)
+
+
+def _hand_off(prefill: ServerFacts, decode: ServerFacts) -> HandOff | None:
+    """How servers that are not ours are asked; None: that is not known here."""
+    if prefill.engine == "vllm" and prefill.connector_name == decode.connector_name == NIXL:
+        return between_vllm
+    return between_sglang if prefill.engine == "sglang" else None

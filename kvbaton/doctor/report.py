@@ -17,8 +17,8 @@ def report_text(found: Examination, findings: Sequence[Finding]) -> str:
     for pair in found.pairs:
         rate = pair.gb_per_s
         how_fast = f" in {pair.seconds * 1e3:.2f} ms, {rate:.2f} GB/s" if rate else f"; {NO_RATE}"
-        moved = f"{pair.num_bytes / 1e6:.2f} MB{how_fast}"
-        lines.append(f"{pair.prefill} -> {pair.decode}: {pair.trouble or moved}")
+        moved = f"{pair.num_bytes / 1e6:.2f} MB" if pair.num_bytes else "handed off"
+        lines.append(f"{pair.prefill} -> {pair.decode}: {pair.trouble or moved + how_fast}")
     lines.append("")
     for finding in findings:
         lines.append(f"{finding.severity:<8} {finding.subject}: {finding.what}")

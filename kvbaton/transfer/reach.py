@@ -17,20 +17,30 @@ VARIABLE = "KVBATON_INTERNAL_KEY"
 
 def is_wildcard(host: str) -> bool:
     """Every address of this machine, which as the address of a peer means the machine that reads it."""
+    address = _address(host)
+    return address is not None and address.is_unspecified
+
+
+def is_own_machine(host: str) -> bool:
+    """Whether whoever reads it takes it for its own machine. No name but ``localhost`` is looked up."""
+    address = _address(host)
+    return host == "localhost" or (address is not None and (address.is_loopback or address.is_unspecified))
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
-        return False
+        return None
 
 
 def is_loopback(host: str) -> bool:
     """True only if every address that ``host`` stands for is of this host alone. An empty host is every interface."""
     if not host:
         return False
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        pass
+    if (address := _address(host)) is not None:
+        return address.is_loopback
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -80,8 +80,9 @@ async def start_over_server(model: ModelSettings, settings: WorkerSettings, key:
     if settings.tp > 1:
         fix = "for vLLM give --engine-args '--tensor-parallel-size N'"
         raise LocalError("tp is of the embedded engine", field="tp", fix=fix)
-    if settings.kv_tier_memory_mib or settings.kv_tier_disk or settings.kv_tier_store:
-        raise LocalError("the KV tier is one of the embedded engine", field="kv_tier_memory_mib", fix="leave it out")
+    for name in ("kv_tier_memory_mib", "kv_tier_disk", "kv_tier_store"):
+        if getattr(settings, name):
+            raise LocalError("the KV tier is one of the embedded engine", field=name, fix="leave it out")
     if settings.engine == "vllm":
         from kvbaton.workers.vllm_process import make_vllm_worker
 
@@ -139,6 +140,7 @@ async def run_worker(
                 own_pages_only=settings.clients == "auto",
                 kv_host=settings.kv_host or urlsplit(settings.engine_url).hostname or "",
                 engine_bootstrap_port=settings.engine_bootstrap_port,
+                engine_url=settings.engine_url,
                 chunk_tokens=settings.chunk_tokens,
                 max_running=settings.max_running,
                 max_body_bytes=settings.max_body_bytes,

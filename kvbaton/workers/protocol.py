@@ -182,6 +182,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     control_version: int = 1
     serves_alone: bool = True  # False: it is of use only in a pair of prefill and decode worker
     engine_bootstrap_port: int = 0  # where it looks for MooncakeConnector's bootstrap servers; 0: nowhere
+    engine_url: str = ""  # of the server of another engine that it drives, as it reaches it itself
 
 
 class RequestReport(msgspec.Struct, frozen=True):

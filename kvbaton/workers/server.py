@@ -78,6 +78,7 @@ class ServerOptions:
     own_pages_only: bool = False  # nothing is taken from pages of other sites
     kv_host: str = ""  # where peers find the hand-off server; empty: where they find this one
     engine_bootstrap_port: int = 0  # of servers with MooncakeConnector behind this worker and its peers
+    engine_url: str = ""  # of the server of another engine, which runs without us
     chunk_tokens: int = 512  # of one engine step
     max_running: int = 64  # sequences in one batch
     max_body_bytes: int = 16 * 1024 * 1024
@@ -237,6 +238,7 @@ class WorkerServer:
             control_version=CONTROL_VERSION,
             serves_alone=self.worker.serves_alone,
             engine_bootstrap_port=self.options.engine_bootstrap_port,
+            engine_url=self.options.engine_url,
         )
 
     @staticmethod

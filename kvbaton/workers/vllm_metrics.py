@@ -129,7 +129,7 @@ class EngineFigures:
 def read_figures(text: str, last: EngineFigures | None = None, table: FigureTable = VLLM) -> EngineFigures:
     """``last`` holds the values of what cannot be read now."""
     before = EngineFigures() if last is None else last
-    samples, broken = _samples(text, table.known)
+    samples, broken = samples_of(text, table.known)
     if "text" in broken:
         return replace(before, odd=("text",))
     found: dict[str, Any] = {}
@@ -152,7 +152,7 @@ def read_figures(text: str, last: EngineFigures | None = None, table: FigureTabl
     return EngineFigures(**found, missing=missing, odd=tuple(sorted(odd)))
 
 
-def _samples(text: str, known: frozenset[str]) -> tuple[list[Sample], set[str]]:
+def samples_of(text: str, known: frozenset[str]) -> tuple[list[Sample], set[str]]:
     """The samples we know of, and the names of those that cannot be read ("text": it is something else altogether).
 
     Each line is read by itself, so that one that is broken does not take the others with it.

@@ -54,12 +54,14 @@ def test_without_a_fleet_it_goes_with_the_last_worker(tiny_model_dir: Path, tmp_
 
 
 async def test_other_engines_have_none() -> None:
-    for settings in (
-        WorkerSettings(engine="vllm", kv_tier_memory_mib=1),
-        WorkerSettings(engine="sglang", kv_tier_disk="/d:1"),
+    for settings, field in (
+        (WorkerSettings(engine="vllm", kv_tier_memory_mib=1), "kv_tier_memory_mib"),
+        (WorkerSettings(engine="sglang", kv_tier_disk="/d:1"), "kv_tier_disk"),
+        (WorkerSettings(engine="vllm", kv_tier_store="mooncake://h:1"), "kv_tier_store"),
     ):
-        with pytest.raises(LocalError, match="embedded engine"):
+        with pytest.raises(LocalError, match="embedded engine") as refused:
             await start_over_server(ModelSettings(), settings, "", asyncio.Event())
+        assert refused.value.field == field
 
 
 def test_what_makes_no_sense_is_named(tiny_model_dir: Path) -> None:

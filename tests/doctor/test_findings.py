@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts, is_own_machine, parse_target
+from kvbaton.doctor.facts import Examination, PairFacts, ServerFacts, parse_target
 from kvbaton.doctor.findings import SEVERITIES, Finding, diagnose
 from kvbaton.doctor.report import report_text
+from kvbaton.transfer.reach import is_own_machine
 from kvbaton.types import Fingerprint, LocalError
 
 FINGERPRINT = Fingerprint(1, "rev", 32, 8, 128, "bfloat16", "rope")

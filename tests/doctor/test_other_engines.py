@@ -35,7 +35,7 @@ def codes(found: Examination) -> list[str]:
 
 
 CONNECTOR_FIGURES = {
-    "nixl": "vllm:nixl_bytes_transferred_sum 0.0\n",
+    "nixl": "vllm:nixl_num_descriptors_sum 0.0\n",
     "mooncake": 'vllm:mooncake_xfer_time_seconds_bucket{le="+Inf"} 0.0\n',
     "": "",
 }
@@ -56,6 +56,9 @@ class VllmShape:
     connector: str = "nixl"  # whose figures it shows
     offers: bool = True
     silent: bool = False
+    pulls: tuple[int, float] = (4096, 0.5)  # bytes and seconds that it counts for each of its transfers
+    refuses: str = ""  # to pull, in its words
+    moved: tuple[int, float] = (0, 0.0)
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     asked: list[bytes] = field(default_factory=list)
@@ -96,11 +99,20 @@ class VllmShape:
     async def _metrics(self, request: web.Request) -> web.Response:
         labels = f'block_size="{self.block_size}",cache_dtype="{self.cache_dtype}",num_gpu_blocks="364"'
         text = f"vllm:num_requests_running 0.0\nvllm:cache_config_info{{{labels}}} 1.0\n"
+        if self.connector == "nixl":
+            for rank in range(2):
+                text += f'vllm:nixl_bytes_transferred_sum{{engine="{rank}"}} {self.moved[0] / 2}\n'
+                text += f'vllm:nixl_xfer_time_seconds_sum{{engine="{rank}"}} {self.moved[1] / 2}\n'
         return web.Response(text=text + CONNECTOR_FIGURES[self.connector])
 
     async def _complete(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.json())
         assert self.connector == "nixl", "a decode server with MooncakeConnector ends when it is asked for an offer"
+        if "remote_block_ids" in self.bodies[-1]["kv_transfer_params"]:
+            if self.refuses:
+                return web.json_response({"error": {"message": self.refuses}}, status=500)
+            self.moved = (self.moved[0] + self.pulls[0], self.moved[1] + self.pulls[1])
+            return web.json_response({"choices": [{}], "kv_transfer_params": None})
         offer = {"remote_host": self.host, "remote_port": self._channel_port, "tp_size": 1, "remote_block_ids": [[1]]}
         return web.json_response({"choices": [{}], "kv_transfer_params": offer if self.offers else None})
 
