@@ -96,7 +96,6 @@ class Worker(Protocol):
     """An engine and its side of the hand-off, in this process."""
 
     model_id: str
-    role: Role
     max_context: int
     fingerprint: Fingerprint
     incarnation: str  # fresh for each life of the process
@@ -104,6 +103,9 @@ class Worker(Protocol):
     tokenizer: Tokenizer
     kv_events: KVEventLog | None  # None: this engine does not say what its prefix cache holds
     serves_alone: bool  # whether it computes prompts and answers them too; some servers do only half of it
+
+    @property
+    def role(self) -> Role: ...
 
     @property
     def disconnected(self) -> bool: ...  # the engine is a server of its own, and refuses connections

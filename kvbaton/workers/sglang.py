@@ -70,7 +70,6 @@ class SglangWorker:
 
     def __init__(self, options: SglangOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self.options = options
-        self.role: Role = options.role
         self.serves_alone = options.role == "both"
         self.model_id = options.model_name
         self.tokenizer = tokenizer
@@ -120,6 +119,10 @@ class SglangWorker:
                 except UNREADABLE as error:
                     raise RemoteError(f"the server's answer to {path} cannot be read: {error}") from None
         raise RemoteError(f"the server does not say what it is: it answers {status} to {path}")
+
+    @property
+    def role(self) -> Role:
+        return self.engine.role
 
     @property
     def disconnected(self) -> bool:

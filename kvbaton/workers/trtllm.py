@@ -90,7 +90,6 @@ class TrtllmWorker:
 
     def __init__(self, options: TrtllmOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self.options = options
-        self.role: Role = options.role
         self.model_id = options.model_name
         self.tokenizer = tokenizer
         self.incarnation = secrets.token_hex(8)
@@ -104,6 +103,10 @@ class TrtllmWorker:
         self.engine.role = options.role
         self.fingerprint = fingerprint_of(self._layout(), config.revision, config.rope_text)
         self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def role(self) -> Role:
+        return self.engine.role
 
     @property
     def block_size(self) -> int:
@@ -152,7 +155,7 @@ class TrtllmWorker:
 
     async def switch_role(self, role: Role, deadline_s: float) -> bool:
         """A server does what it is asked; the router decides what that is."""
-        self.role = self.engine.role = role
+        self.engine.role = role
         return True
 
     def stats(self) -> WorkerStats:

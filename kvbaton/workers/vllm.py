@@ -116,7 +116,6 @@ class VllmWorker:
     ) -> None:
         self.options = options
         self._server = server
-        self.role: Role = options.role
         self.model_id = options.model_name
         self.tokenizer = tokenizer
         self.incarnation = secrets.token_hex(8)
@@ -129,6 +128,10 @@ class VllmWorker:
         self.engine.role = options.role
         self.mooncake = MooncakePeers(options.bootstrap_port) if options.bootstrap_port else None
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def role(self) -> Role:
+        return self.engine.role
 
     @property
     def figures(self) -> EngineFigures:
@@ -219,7 +222,7 @@ class VllmWorker:
         the role it was started with, and a request of the other one ends it."""
         if self.mooncake is not None:
             return role == self.role
-        self.role = self.engine.role = role
+        self.engine.role = role
         return True
 
     def stats(self) -> WorkerStats:

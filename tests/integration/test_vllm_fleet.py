@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -73,19 +75,36 @@ def test_the_router_knows_what_each_server_caches(split: VllmFleet) -> None:
     assert not other["prompt_tokens_details"]["cached_tokens"], "a salt shares nothing"
 
 
-def test_the_doctor_reads_both_servers_and_finds_nothing(split: VllmFleet) -> None:
-    command = [sys.executable, "-m", "kvbaton.cli.main", "doctor", "--json", "--pid", str(split.process.pid)]
+def doctor(*arguments: str, **environ: str) -> Any:
+    command = [sys.executable, "-m", "kvbaton.cli.main", "doctor", "--json", *arguments]
     command += ["--tokens", str(3 * BLOCK), "--repeats", "1", "--timeout-s", "600"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2400, env={**os.environ, **environ})
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert not [one for one in found["findings"] if one["severity"] == "error"]
+    return found
+
+
+def test_the_doctor_reads_both_servers_and_finds_nothing(split: VllmFleet) -> None:
+    found = doctor("--pid", str(split.process.pid))
     prefill, decode = (one for one in found["servers"] if one["engine"] == "vllm")
     assert len(prefill["compatibility_hash"]) == 64
     assert prefill["compatibility_hash"] == decode["compatibility_hash"]
     assert prefill["block_size"] == decode["block_size"] == BLOCK and prefill["attention"] and prefill["connector"]
     (pair,) = found["pairs"]
     assert pair["num_bytes"] >= 2 * BLOCK * KV_BYTES and not pair["trouble"]
+    assert pair["seconds"] > 0, "by the figures of the decode server"
+
+
+def test_the_doctor_hands_off_between_bare_servers(split: VllmFleet) -> None:
+    prefill, decode = split.server("prefill-0"), split.server("decode-0")
+    before = decode.figure("vllm:nixl_bytes_transferred_sum")
+    key = decode.process.environ()["VLLM_API_KEY"]
+    found = doctor(f"prefill={prefill.url}", f"decode={decode.url}", VLLM_API_KEY=key)
+    (pair,) = found["pairs"]
+    assert not pair["trouble"] and pair["seconds"] > 0
+    moved = decode.figure("vllm:nixl_bytes_transferred_sum") - before
+    assert pair["num_bytes"] == moved >= 2 * BLOCK * KV_BYTES
 
 
 def test_a_stream_says_the_same_and_what_it_took(split: VllmFleet) -> None:
