@@ -48,10 +48,10 @@ class EngineServer:
         self.figures = EngineFigures()
         self.figures_at_s = time.monotonic()
         self.num_open = 0
-        self.num_done = 0  # remote requests that ended well
+        self.num_done = 0  # hand-offs, at the first token behind them
         self.num_failed = 0  # hand-offs that did not
         self.num_refused = 0  # for want of room, before anything was asked of anybody
-        self.num_bytes_derived = 0  # received, as far as what ended tells
+        self.num_bytes_derived = 0  # received, as far as requests tell
         self.prompt_tokens = 0.0  # of a prompt, in the mean of late
         self._num_prompts = 0  # in that mean
         self.role: Role = "both"  # of its worker, now
@@ -221,14 +221,28 @@ class EngineServer:
                 self.num_open += 1
                 try:
                     async for event in events:
-                        if isinstance(event, Finished):
-                            self.num_bytes_derived += event.transfer_bytes
                         if (yield event):
                             return  # a server does not say before the end what a request took
                 finally:
                     self.num_open -= 1
         except TimeoutError:
             raise CapacityError(f"the request's deadline of {deadline_s:.0f} s has passed", fix="retry later") from None
+
+    async def counted(
+        self, events: AsyncGenerator[WorkerEvent, None], prompt_bytes: int
+    ) -> AsyncGenerator[WorkerEvent, None]:
+        """A hand-off counts with the first token behind it, whoever leaves after that. ``prompt_bytes``: KV of the
+        whole prompt, which is taken for what came until the last event says what did."""
+        begun = False
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if not begun and isinstance(event, TokenOutput):
+                    begun = True
+                    self.num_done += 1
+                    self.num_bytes_derived += prompt_bytes
+                elif begun and isinstance(event, Finished):
+                    self.num_bytes_derived += event.transfer_bytes - prompt_bytes
+                yield event
 
     async def handed_over(
         self, events: AsyncGenerator[WorkerEvent, None], peer: PeerAddress

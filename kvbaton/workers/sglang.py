@@ -186,7 +186,8 @@ class SglangWorker:
         decoding = self._decode(request, {**body, **room}, remote=True)
         over = False
         try:
-            async with contextlib.aclosing(both_legs(prefilling, decoding)) as events:
+            counted = self.engine.counted(both_legs(prefilling, decoding), self._prompt_bytes(request))
+            async with contextlib.aclosing(counted) as events:
                 async for event in events:
                     yield event
             over = True
@@ -194,11 +195,12 @@ class SglangWorker:
             self.engine.num_failed += 1
             raise
         finally:
-            if over:
-                self.engine.num_done += 1
-            else:
+            if not over:
                 self._peers.pop(prefill, None)  # it may have come back as something else, whoever fails of it first
                 await asyncio.shield(self._abort(request.request_id, (url, self.options.url)))
+
+    def _prompt_bytes(self, request: GenerateRequest) -> int:
+        return -(-len(request.prompt_token_ids) // self.block_size) * self._layout().block_bytes
 
     async def _peer(self, prefill: PeerAddress) -> BootstrapInfo:
         """What is behind that bootstrap server. RemoteError when KV from there would be of no use here."""
@@ -256,7 +258,7 @@ class SglangWorker:
             parts.close()
         if remote:
             # It does not say what it got; having answered, it got all of the prompt, as it computes none itself.
-            yield Finished(transfer_bytes=-(-num_prompt // self.block_size) * self._layout().block_bytes)
+            yield Finished(transfer_bytes=self._prompt_bytes(request))
         else:
             yield Finished(num_cached_tokens=parts.num_cached)
 

@@ -205,8 +205,9 @@ class TrtllmWorker:
             yield Finished(prefill_s=prefilled_s)  # nothing moved: there was nothing left to do
             return
         generating = self.engine.handed_over(self._generate(request, body, admitted), prefill)
+        counted = self.engine.counted(generating, self._prompt_bytes(request))
         try:
-            async with contextlib.aclosing(generating) as events:
+            async with contextlib.aclosing(counted) as events:
                 async for event in events:
                     if isinstance(event, Finished):
                         event = msgspec.structs.replace(event, prefill_s=prefilled_s)
@@ -214,7 +215,9 @@ class TrtllmWorker:
         except RemoteError:
             self.engine.num_failed += 1
             raise
-        self.engine.num_done += 1
+
+    def _prompt_bytes(self, request: GenerateRequest) -> int:
+        return -(-len(request.prompt_token_ids) // self.block_size) * self._layout().block_bytes
 
     async def _context(self, body: dict[str, Any], url: str) -> _ContextAnswer:
         """The first leg."""
@@ -254,8 +257,7 @@ class TrtllmWorker:
             tokens.close()
         if remote:
             # It does not say what it got; it was given no other way to the prompt's KV.
-            num_blocks = -(-len(request.prompt_token_ids) // self.block_size)
-            yield Finished(transfer_bytes=num_blocks * self._layout().block_bytes)
+            yield Finished(transfer_bytes=self._prompt_bytes(request))
         else:
             yield Finished(num_cached_tokens=usage.num_cached)
 

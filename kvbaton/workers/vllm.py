@@ -249,11 +249,11 @@ class VllmWorker:
         transfer, lease = await self._prefill(request, prefill, body)
         prefilled_s = time.monotonic() - started_s
         decoding = self.engine.handed_over(self._decode(request, body, transfer, lease), prefill)
+        counted = self.engine.counted(decoding, self._prompt_bytes(request))
         try:
-            async with contextlib.aclosing(decoding) as events:
+            async with contextlib.aclosing(counted) as events:
                 async for event in events:
                     if isinstance(event, Finished):
-                        self.engine.num_done += 1
                         event = msgspec.structs.replace(event, prefill_s=prefilled_s)
                     yield event
         except RemoteError:
@@ -322,7 +322,8 @@ class VllmWorker:
             transfer = await self.mooncake.transfer(self.engine, prefill)
             decoding = self._decode(request, body, transfer.pull, lease)
             legs = self.engine.handed_over(both_legs(ask(transfer), decoding), prefill)
-            async with contextlib.aclosing(legs) as events:
+            counted = self.engine.counted(legs, self._prompt_bytes(request))
+            async with contextlib.aclosing(counted) as events:
                 async for event in events:
                     if isinstance(event, Finished):
                         event = msgspec.structs.replace(event, prefill_s=prefilled_s)
@@ -332,10 +333,11 @@ class VllmWorker:
             self.engine.num_failed += 1
             raise
         finally:
-            if over:
-                self.engine.num_done += 1
-            else:
+            if not over:
                 self.mooncake.forget(prefill)  # it may come back as another engine
+
+    def _prompt_bytes(self, request: GenerateRequest) -> int:
+        return -(-len(request.prompt_token_ids) // self.block_size) * self._layout(self.block_size).block_bytes
 
     async def _decode(
         self,

@@ -6,6 +6,7 @@ No real SGLang was run here: it needs an accelerator. docs/engines.md says so.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -99,6 +100,18 @@ async def test_both_legs_meet_in_a_room_that_nobody_else_has(pair: Pair, increme
     assert stats.num_transfers == 2
     assert stats.transfer_bytes_received == 2 * events[-1].transfer_bytes, "it does not say; what ended adds up"
     assert pair.prefill.aborted == pair.decode.aborted == []
+
+
+async def test_who_leaves_after_the_first_token_counts_with_all_of_its_prompt(pair: Pair) -> None:
+    whole = (await pair.run())[-1]
+    events = pair.worker.generate(make_request("r2"), pair.peer, 20.0)
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if isinstance(event, TokenOutput):
+                break
+    stats = pair.worker.stats()
+    assert isinstance(whole, Finished) and stats.num_transfers == 2
+    assert stats.transfer_bytes_received == 2 * whole.transfer_bytes
 
 
 async def test_what_is_asked_is_in_the_engines_words(pair: Pair) -> None:

@@ -6,6 +6,7 @@ No real TensorRT-LLM was run here: it needs an accelerator. docs/engines.md says
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -150,6 +151,19 @@ async def pair(tiny_model_dir: Path) -> AsyncIterator[Pair]:
         yield Pair(context, generation, worker)
         await until(lambda: context.num_open == generation.num_open == 0)
         assert worker.engine.num_open == 0
+
+
+async def test_who_leaves_after_the_first_token_counts_with_all_of_its_prompt(pair: Pair) -> None:
+    request = GenerateRequest("r1", (5, 6, 7, 8), SamplingParams(max_tokens=3), eos_token_ids=(2,))
+    events = pair.worker.generate(request, pair.peer, 20.0)
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if isinstance(event, TokenOutput):
+                break
+    stats = pair.worker.stats()
+    whole = (await pair.run())[-1]
+    assert isinstance(whole, Finished)
+    assert (stats.num_transfers, stats.transfer_bytes_received) == (1, whole.transfer_bytes)
 
 
 async def test_context_then_generation_and_every_id_is_exact(pair: Pair) -> None:

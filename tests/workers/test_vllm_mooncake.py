@@ -7,6 +7,7 @@ without transfer parameters. Never run against a real server: the connector need
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -110,6 +111,16 @@ async def pair(tiny_model_dir: Path) -> AsyncIterator[Pair]:
         yield Pair(fleet, worker, peer)
         await until(lambda: fleet.prefill.num_open == fleet.decode.num_open == 0)
         assert worker.engine.num_open == 0
+
+
+async def test_who_leaves_after_the_first_token_counts_with_all_of_its_prompt(pair: Pair) -> None:
+    events = pair.worker.generate(make_request(), pair.peer, 60.0)
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if isinstance(event, TokenOutput):
+                break
+    stats = pair.worker.stats()
+    assert stats.num_transfers == 1 and stats.transfer_bytes_received > 0
 
 
 async def test_both_calls_name_one_transfer(pair: Pair) -> None:
