@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--pid", type=int, help="Process id of `kvbaton up`, when several fleets run here.")
 @click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help="Fleet file with [[workers]].")
 @click.option("--measure/--no-measure", default=True, show_default=True, help="Make hand-offs between each pair.")
-@click.option("--probe/--no-probe", default=True, show_default=True, help="Ask models of other engines anything.")
+@click.option("--probe/--no-probe", default=True, show_default=True, help="Ask models of servers that are not ours.")
 @click.option("--tokens", type=click.IntRange(1), default=1024, show_default=True, help="Prompt of a hand-off.")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Hand-offs of each pair.")
 @click.option("--timeout-s", type=click.FloatRange(1), default=60.0, show_default=True, help="For a model to answer.")

@@ -23,6 +23,7 @@ import msgspec
 
 from kvbaton.config import MemberSettings
 from kvbaton.kv.shared_pool import sweep_stale
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import LocalError, RemoteError, Role
 from kvbaton.workers.process import first_of
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER
@@ -199,7 +200,7 @@ class Supervisor:
         while line := await reader.readline():
             report: dict[str, Any] = json.loads(line)
             if report["event"] == "ready":
-                host = f"[{report['host']}]" if ":" in report["host"] else report["host"]
+                host = in_url(report["host"])
                 child.address = f"http://{host}:{report['port']}"
                 child.kv_port = report.get("kv_port", 0)
                 self._tell(child.spec.name, "ready")

@@ -83,13 +83,13 @@ class PairFacts(msgspec.Struct, frozen=True):
     prefill: str
     decode: str
     num_bytes: int = 0
-    seconds: float = 0.0  # median
+    seconds: float = 0.0  # of that one; of several the one with the median rate
     repeats: int = 0
     trouble: str = ""
 
     @property
     def gb_per_s(self) -> float | None:
-        return self.num_bytes / self.seconds / 1e9 if self.seconds > 0 else None
+        return self.num_bytes / self.seconds / 1e9 if self.num_bytes and self.seconds > 0 else None
 
 
 class Examination(msgspec.Struct, frozen=True):

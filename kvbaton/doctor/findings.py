@@ -47,7 +47,7 @@ def diagnose(found: Examination, min_gb_per_s: float = 0.0) -> list[Finding]:
     for server in found.servers:
         findings += _server(server, found.servers)
     for prefill, decode in pairs_of(found.servers):
-        findings += _pair(prefill, decode)
+        findings += pair_findings(prefill, decode)
     for pair in found.pairs:
         findings += _measured(pair, min_gb_per_s)
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
@@ -137,7 +137,8 @@ def _address(server: ServerFacts, servers: Sequence[ServerFacts]) -> Iterator[Fi
         yield Finding("error", "kv-port", server.name, f"{at}: {server.kv_trouble}", fix)
 
 
-def _pair(prefill: ServerFacts, decode: ServerFacts) -> Iterator[Finding]:
+def pair_findings(prefill: ServerFacts, decode: ServerFacts) -> Iterator[Finding]:
+    """What two servers tell that keeps KV from moving between them, or makes it slow."""
     subject = f"{prefill.name} -> {decode.name}"
     if prefill.engine != decode.engine:
         what = f"{prefill.engine} on one side, {decode.engine} on the other"
@@ -152,7 +153,9 @@ def _pair(prefill: ServerFacts, decode: ServerFacts) -> Iterator[Finding]:
         what = f"{names[0]} on one side, {names[1]} on the other"
         yield Finding("error", "connector", subject, what, "start both with the same KV connector")
     yield from _versions(prefill, decode, subject)
-    if prefill.model and decode.model and prefill.model != decode.model:
+    if prefill.engine == "sglang":
+        pass  # it is asked by token ids, and calls a model by its path if it is told nothing else
+    elif prefill.model and decode.model and prefill.model != decode.model:
         what = f"they serve {prefill.model} and {decode.model}"
         yield Finding("error", "model", subject, what, "serve one model under one name on both")
     yield from _formats(prefill, decode, subject)

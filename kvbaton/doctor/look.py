@@ -21,7 +21,7 @@ from kvbaton.doctor.look_mooncake import with_mooncake
 from kvbaton.doctor.look_sglang import look_at_sglang
 from kvbaton.doctor.look_trtllm import look_at_trtllm
 from kvbaton.doctor.look_vllm import look_at_vllm
-from kvbaton.transfer.reach import is_own_machine
+from kvbaton.transfer.reach import in_url, is_own_machine
 from kvbaton.types import UNREADABLE, Fingerprint, RemoteError
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
 from kvbaton.workers.vllm_server import key_for_servers
@@ -197,8 +197,7 @@ def _backend(fingerprint: Fingerprint) -> str:
 async def _look_behind(asking: Asking, ours: ServerFacts, keys: Keys, probe: bool) -> list[ServerFacts]:
     """The server that a worker of ours drives, where peers are sent to that server itself."""
     name = _name_behind(ours)
-    host = f"[{ours.kv_host}]" if ":" in ours.kv_host and not ours.kv_host.startswith("[") else ours.kv_host
-    behind = ServerFacts(name, ours.role, f"http://{host}:{ours.kv_port}", behind=ours.name)
+    behind = ServerFacts(name, ours.role, f"http://{in_url(ours.kv_host)}:{ours.kv_port}", behind=ours.name)
     try:
         if ours.backend == "vllm":
             given = tuple(filter(None, (keys.vllm, key_for_servers(keys.internal))))
@@ -213,21 +212,31 @@ async def _look_behind(asking: Asking, ours: ServerFacts, keys: Keys, probe: boo
 
 
 async def _with_sglang(asking: Asking, ours: ServerFacts, url: str, api_key: str) -> list[ServerFacts]:
-    """Peers are sent to the bootstrap server only; a server that its worker alone can reach or open is no fault."""
-    address = urlsplit(url)
-    if is_own_machine(address.hostname or "") and address.port:
-        host = urlsplit(ours.url).hostname or ""
-        url = f"http://[{host}]:{address.port}" if ":" in host else f"http://{host}:{address.port}"
-    behind = ServerFacts(_name_behind(ours), ours.role, url, behind=ours.name)
+    """A server that its worker alone can reach or open is no fault, and neither is its own address for KV: peers are
+    sent to that of the worker."""
     try:
-        found = await look_at_sglang(asking, behind, api_key) if url else None
-        trouble = "" if found is None else " ".join(filter(None, (found.trouble, found.remedy and f"({found.remedy})")))
-    except RemoteError as error:
-        found, trouble = None, str(error)
-    if found is not None and not found.trouble:
-        return [ours, found]
-    untold = f"its SGLang server cannot be read from here: {trouble or 'it does not say where it is'}"
-    return [msgspec.structs.replace(ours, untold=(*ours.untold, untold))]
+        trouble, found = "", await _sglang_behind(asking, ours, url, api_key)
+        if found.trouble:
+            trouble = f"{found.trouble}; {found.remedy}" if found.remedy else found.trouble
+    except (RemoteError, ValueError) as error:
+        trouble = str(error)
+    if trouble:
+        untold = f"its SGLang server cannot be read from here: {trouble}"
+        return [msgspec.structs.replace(ours, untold=(*ours.untold, untold))]
+    return [ours, msgspec.structs.replace(found, kv_host="", kv_port=0, kv_trouble="")]
+
+
+async def _sglang_behind(asking: Asking, ours: ServerFacts, url: str, api_key: str) -> ServerFacts:
+    """RemoteError or ValueError when nothing is found there."""
+    if not url:
+        raise RemoteError("its worker does not say where it is")
+    address = urlsplit(url)
+    if is_own_machine(address.hostname or ""):
+        url = f"http://{in_url(urlsplit(ours.url).hostname or '')}:{address.port}"
+    found = await look_at_sglang(asking, ServerFacts(_name_behind(ours), ours.role, url, behind=ours.name), api_key)
+    if found is None:
+        raise RemoteError(f"what answers at {url} is none")
+    return found
 
 
 def _name_behind(ours: ServerFacts) -> str:
@@ -258,8 +267,9 @@ async def _reach(facts: ServerFacts) -> ServerFacts:
         writer.close()
     except TimeoutError:
         return msgspec.structs.replace(facts, kv_trouble=f"no connection within {CONNECT_S:g} s")
-    except OSError as error:
-        return msgspec.structs.replace(facts, kv_trouble=error.strerror or type(error).__name__)
+    except (OSError, OverflowError) as error:
+        words = getattr(error, "strerror", None) or "no port has that number"
+        return msgspec.structs.replace(facts, kv_trouble=words)
     return facts
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from kvbaton.doctor.facts import ServerFacts
 from kvbaton.doctor.look_vllm import MOONCAKE
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import UNREADABLE, RemoteError
 from kvbaton.workers.vllm_mooncake import ENGINES
 
@@ -41,7 +42,7 @@ async def _bootstrap(asking: Asking, server: ServerFacts, port: int) -> ServerFa
     host = urlsplit(server.url).hostname or ""
     server = msgspec.structs.replace(server, kv_host=host, kv_port=port, bootstrap_port=port)
     try:
-        answer = await asking.get(f"http://{f'[{host}]' if ':' in host else host}:{port}/query")
+        answer = await asking.get(f"http://{in_url(host)}:{port}/query")
         num_engines = len(ENGINES.decode(answer.body)) if answer.status == 200 else 0
     except RemoteError as error:
         return msgspec.structs.replace(server, kv_trouble=str(error))

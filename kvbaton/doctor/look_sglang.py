@@ -11,20 +11,21 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvbaton.doctor.facts import ServerFacts, locked_out
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import RemoteError
-from kvbaton.workers.sglang_bootstrap import ROUTE_QUERY, decode_bootstrap
+from kvbaton.workers.sglang_bootstrap import INFO_PATHS, ROUTE_QUERY, decode_bootstrap
 
 if TYPE_CHECKING:
     from kvbaton.doctor.look import Asking
 
-_INFO_PATHS = ("/server_info", "/get_server_info")  # newest first
+
 _CONNECTED_ROLES = {"prefill": "prefill", "decode": "decode"}
 
 
 async def look_at_sglang(asking: Asking, facts: ServerFacts, api_key: str) -> ServerFacts | None:
     """None when it is no SGLang server. RemoteError when it does not answer."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    for path in _INFO_PATHS:
+    for path in INFO_PATHS:
         answer = await asking.get(facts.url + path, headers)
         if answer.status in (401, 403) and await _has_its_figures(asking, facts.url):
             return locked_out(facts, "sglang", bool(api_key))
@@ -61,7 +62,7 @@ async def _has_its_figures(asking: Asking, url: str) -> bool:
 async def _bootstrap(asking: Asking, facts: ServerFacts) -> ServerFacts:
     """Its word counts: it is what decode servers compare with."""
     try:
-        answer = await asking.get(f"http://{facts.kv_host}:{facts.kv_port}/route?{ROUTE_QUERY}")
+        answer = await asking.get(f"http://{in_url(facts.kv_host)}:{facts.kv_port}/route?{ROUTE_QUERY}")
         info = decode_bootstrap(answer.status, answer.body)
     except RemoteError as error:
         return msgspec.structs.replace(facts, kv_trouble=str(error))

@@ -18,6 +18,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbaton.doctor.facts import ServerFacts, locked_out
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import UNREADABLE
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ async def _ask_metadata(host: str, port: int) -> tuple[_Envelope, _Metadata]:
     try:
         socket = context.socket(zmq.REQ)
         socket.setsockopt(zmq.IPV6, 1)
-        socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        socket.connect(f"tcp://{in_url(host)}:{port}")
         async with asyncio.timeout(_SIDE_CHANNEL_S):
             await socket.send(_ASK_METADATA)
             frames = await socket.recv_multipart()

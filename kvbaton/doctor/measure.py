@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from statistics import median
 
 import msgspec
 
 from kvbaton.doctor.facts import Keys, PairFacts, ServerFacts
+from kvbaton.doctor.findings import pair_findings
 from kvbaton.doctor.hand_off import between_sglang, between_vllm, expect
 from kvbaton.doctor.look import Asking
 from kvbaton.doctor.look_vllm import NIXL
@@ -28,6 +28,7 @@ from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, PeerA
 
 _NOT_ALONE = {"sglang", "trtllm"}  # their prefill servers answer nobody but a decode server
 _WITHOUT_SALTS = {"trtllm"}
+_NUM_ANSWERED = 2
 _MIN_BLOCKS = 2  # of another engine's; with fewer full ones there may be nothing to hand off
 _NOTHING_MOVED = "the decode worker answered, but no bytes moved"
 Pair = tuple[ServerFacts, ServerFacts]
@@ -42,54 +43,90 @@ class _Once(msgspec.Struct, frozen=True):
 
 
 def can_measure(prefill: ServerFacts, decode: ServerFacts, keys: Keys, probe: bool) -> bool:
-    """``probe``: servers of other engines may be asked. What is behind a worker of ours is asked by that worker."""
+    """``probe``: servers of other engines may be asked. What is behind a worker of ours is asked by that worker.
+
+    Servers that are not ours and do not fit are not tried: a decode server may end for it.
+    """
     if prefill.engine != decode.engine or prefill.behind or not prefill.kv_host or prefill.kv_trouble:
         return False
-    return bool(keys.internal) if prefill.engine == "kvbaton" else probe and _hand_off(prefill, decode) is not None
+    if prefill.engine == "kvbaton":
+        return bool(keys.internal)
+    fits = all(finding.severity != "error" for finding in pair_findings(prefill, decode))
+    return (
+        probe and fits and _hand_off(prefill, decode) is not None and _room(prefill, decode) >= _least(prefill, decode)
+    )
 
 
 async def measure_pairs(
     asking: Asking, servers: Sequence[ServerFacts], pairs: Sequence[Pair], keys: Keys, num_tokens: int, repeats: int
 ) -> list[PairFacts]:
     """``servers``: all of the fleet, those behind workers of ours among them."""
-    return [await _measure(asking, servers, pair, keys, num_tokens, repeats) for pair in pairs]
+    behind = {server.behind: server for server in servers if server.behind}
+    transfers = Transfers(asking)
+    found = []
+    for prefill, decode in pairs:
+        movers = [behind.get(server.name, server) for server in (prefill, decode)]
+        prompts = _prompts(prefill, decode, num_tokens, repeats)
+        found.append(await _measure(asking, (prefill, decode), movers, transfers, keys, prompts))
+    return found
 
 
 async def _measure(
-    asking: Asking, servers: Sequence[ServerFacts], pair: Pair, keys: Keys, num_tokens: int, repeats: int
+    asking: Asking,
+    pair: Pair,
+    movers: Sequence[ServerFacts],
+    transfers: Transfers,
+    keys: Keys,
+    prompts: Sequence[Sequence[int]],
 ) -> PairFacts:
-    prefill, decode = pair
-    facts = PairFacts(prefill.name, decode.name)
-    room = min((server.max_context for server in pair if server.max_context), default=num_tokens + 2) - 2
-    if prefill.engine != "kvbaton":
-        num_tokens = max(num_tokens, _MIN_BLOCKS * max(prefill.block_size, decode.block_size) + 1)
-    names = {server.name for server in pair}
-    movers = tuple(server for server in servers if server.behind in names or server in pair)
-    transfers = Transfers(asking, movers)
+    """``movers``: the servers whose engines move the KV."""
+    facts = PairFacts(pair[0].name, pair[1].name)
+    hand_off = _hand_off(*pair)
     found = []
     try:
-        for _ in range(repeats):
-            prompt = [1 + secrets.randbelow(97) for _ in range(min(num_tokens, room))]
-            if prefill.engine == "kvbaton":
-                found.append(await _between_ours(asking, pair, keys, prompt, transfers))
+        for prompt in prompts:
+            if hand_off is None:
+                found.append(await _between_ours(asking, pair, movers, transfers, keys, prompt))
             else:
-                found.append(await _between_others(asking, pair, keys, prompt, transfers))
+                found.append(await _between_others(asking, pair, hand_off, transfers, keys, prompt))
     except RemoteError as error:
         return msgspec.structs.replace(facts, trouble=str(error))
-    seconds = [each.seconds for each in found if each.seconds > 0]
-    return msgspec.structs.replace(
-        facts, num_bytes=int(found[-1].num_bytes), seconds=median(seconds) if seconds else 0.0, repeats=len(found)
-    )
+    timed = sorted((one for one in found if one.num_bytes and one.seconds), key=lambda one: one.num_bytes / one.seconds)
+    typical = timed[(len(timed) - 1) // 2] if timed else found[-1]
+    return msgspec.structs.replace(facts, num_bytes=int(typical.num_bytes), seconds=typical.seconds, repeats=len(found))
 
 
-async def _between_ours(asking: Asking, pair: Pair, keys: Keys, prompt: Sequence[int], transfers: Transfers) -> _Once:
+def _prompts(prefill: ServerFacts, decode: ServerFacts, num_tokens: int, repeats: int) -> list[list[int]]:
+    if prefill.engine != "kvbaton":
+        num_tokens = max(num_tokens, _least(prefill, decode))
+    length = max(1, min(num_tokens, _room(prefill, decode)))
+    return [[1 + secrets.randbelow(97) for _ in range(length)] for _ in range(repeats)]
+
+
+def _room(prefill: ServerFacts, decode: ServerFacts) -> int:
+    known = [server.max_context for server in (prefill, decode) if server.max_context]
+    return min(known) - _NUM_ANSWERED if known else 1 << 30
+
+
+def _least(prefill: ServerFacts, decode: ServerFacts) -> int:
+    return _MIN_BLOCKS * max(prefill.block_size, decode.block_size) + 1
+
+
+async def _between_ours(
+    asking: Asking,
+    pair: Pair,
+    movers: Sequence[ServerFacts],
+    transfers: Transfers,
+    keys: Keys,
+    prompt: Sequence[int],
+) -> _Once:
     prefill, decode = pair
     backends = {prefill.backend, decode.backend}
     salt = "" if backends & _WITHOUT_SALTS else f"doctor-{secrets.token_hex(8)}"
     body: dict[str, object] = {
         "model": decode.model,
         "prompt": prompt,
-        "max_tokens": 2,
+        "max_tokens": _NUM_ANSWERED,
         "temperature": 0,
         "ignore_eos": True,
     }
@@ -106,7 +143,7 @@ async def _between_ours(asking: Asking, pair: Pair, keys: Keys, prompt: Sequence
         deadline_s=asking.model_s,
         cache_salt=salt,
     )
-    await transfers.start()
+    await transfers.start(movers)
     answer = await asking.post(f"{decode.url}/v1/completions", {**body, "kvbaton": internal}, headers, asking.model_s)
     expect(answer.status, answer.body, decode.name)
     try:
@@ -118,21 +155,20 @@ async def _between_ours(asking: Asking, pair: Pair, keys: Keys, prompt: Sequence
     if report.transfer_s:
         return _Once(report.transfer_bytes, report.transfer_s)
     moved = await transfers.moved()  # a worker over another engine only derives its bytes
-    if moved is None or moved.num_bytes <= 0:
+    if moved is None or not moved.num_bytes:
         return _Once(report.transfer_bytes, 0.0)
     return _Once(moved.num_bytes, moved.seconds)
 
 
-async def _between_others(asking: Asking, pair: Pair, keys: Keys, prompt: Sequence[int], transfers: Transfers) -> _Once:
-    prefill, decode = pair
-    hand_off = _hand_off(prefill, decode)
-    assert hand_off is not None, "``can_measure`` says which"
-    await transfers.start()
-    await hand_off(asking, prefill, decode, keys, prompt)
+async def _between_others(
+    asking: Asking, pair: Pair, hand_off: HandOff, transfers: Transfers, keys: Keys, prompt: Sequence[int]
+) -> _Once:
+    await transfers.start(pair)
+    await hand_off(asking, *pair, keys, prompt)
     moved = await transfers.moved()
     if moved is None:
-        return _Once(0, 0.0)
-    if moved.num_bytes <= 0 and prefill.engine == "vllm":  # which computes what it could not pull, if it is set to
+        return _Once(0.0, 0.0)
+    if not moved.num_bytes and pair[1].engine == "vllm":  # which computes what it could not pull, if it is set to
         raise RemoteError(_NOTHING_MOVED)
     return _Once(moved.num_bytes, moved.seconds)
 

@@ -149,10 +149,12 @@ class Tiering:
         any thread but the engine's. What the engine is told afterwards, it does after it has let go of those blocks.
         False: not in time."""
 
+        until_s = self._clock.now_s() + timeout_s
+
         def passes(put: Callable[[threading.Event], None]) -> bool:
             done = threading.Event()
             put(done)
-            return done.wait(timeout_s)
+            return done.wait(max(0.0, until_s - self._clock.now_s()))
 
         return (
             passes(self._outgoing.put)

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any, get_args
 
 from kvbaton.config import MemberSettings, RouterSettings
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import LocalError, RemoteError, Role
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class PodFollower:
         address = pod.status.pod_ip
         if role not in get_args(Role) or not address or pod.status.phase != "Running":
             return None
-        host = f"[{address}]" if ":" in address else address
+        host = in_url(address)
         return MemberSettings(f"http://{host}:{self._worker_port}", role, pod.metadata.name)
 
     def _say(self) -> None:

@@ -24,15 +24,23 @@ def is_wildcard(host: str) -> bool:
 def is_own_machine(host: str) -> bool:
     """Whether whoever reads it takes it for its own machine. No name but ``localhost`` is looked up."""
     address = _address(host)
-    return host == "localhost" or (address is not None and (address.is_loopback or address.is_unspecified))
+    if address is None:
+        return host.lower().rstrip(".") == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def in_url(host: str) -> str:
+    """``host`` as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """None for a name."""
     try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0])
+        found = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return None
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def is_loopback(host: str) -> bool:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import UNREADABLE, CapacityError, LocalError, RemoteError, Role, TokenOutput
 from kvbaton.workers.protocol import Finished, PeerAddress, WorkerEvent, WorkerStats
 from kvbaton.workers.vllm_metrics import EngineFigures, FigureTable, read_figures
@@ -48,7 +49,7 @@ class EngineServer:
         self.figures = EngineFigures()
         self.figures_at_s = time.monotonic()
         self.num_open = 0
-        self.num_done = 0  # hand-offs, at the first token behind them
+        self.num_done = 0  # hand-offs that a token came from
         self.num_failed = 0  # hand-offs that did not
         self.num_refused = 0  # for want of room, before anything was asked of anybody
         self.num_bytes_derived = 0  # received, as far as requests tell
@@ -231,18 +232,23 @@ class EngineServer:
     async def counted(
         self, events: AsyncGenerator[WorkerEvent, None], prompt_bytes: int
     ) -> AsyncGenerator[WorkerEvent, None]:
-        """A hand-off counts with the first token behind it, whoever leaves after that. ``prompt_bytes``: KV of the
-        whole prompt, which is taken for what came until the last event says what did."""
-        begun = False
-        async with contextlib.aclosing(events):
-            async for event in events:
-                if not begun and isinstance(event, TokenOutput):
-                    begun = True
-                    self.num_done += 1
-                    self.num_bytes_derived += prompt_bytes
-                elif begun and isinstance(event, Finished):
-                    self.num_bytes_derived += event.transfer_bytes - prompt_bytes
-                yield event
+        """A hand-off that a token came from counts when it is over, whoever leaves. ``prompt_bytes``: KV of the whole
+        prompt, which is taken for what came where the server does not get to say it."""
+        begun, failed, told = False, False, prompt_bytes
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    begun = begun or isinstance(event, TokenOutput)
+                    if isinstance(event, Finished):
+                        told = event.transfer_bytes
+                    yield event
+        except RemoteError:
+            failed = True
+            raise
+        finally:
+            if begun and not failed:
+                self.num_done += 1
+                self.num_bytes_derived += told
 
     async def handed_over(
         self, events: AsyncGenerator[WorkerEvent, None], peer: PeerAddress
@@ -263,8 +269,7 @@ class EngineServer:
             except ServerError as error:
                 if begun:
                     raise
-                host = f"[{peer.host}]" if ":" in peer.host else peer.host
-                if await self._is_there(f"http://{host}:{peer.port}", PROBE_S):
+                if await self._is_there(f"http://{in_url(peer.host)}:{peer.port}", PROBE_S):
                     self._num_lost += 1
                     if self._num_lost > MOST_LOST:
                         raise

@@ -105,6 +105,11 @@ async def start_over_server(model: ModelSettings, settings: WorkerSettings, key:
     return worker
 
 
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
 async def run_worker(
     model: ModelSettings, settings: WorkerSettings, key: str, stop: asyncio.Event, report: Report
 ) -> bool:
@@ -140,7 +145,7 @@ async def run_worker(
                 own_pages_only=settings.clients == "auto",
                 kv_host=settings.kv_host or urlsplit(settings.engine_url).hostname or "",
                 engine_bootstrap_port=settings.engine_bootstrap_port,
-                engine_url=settings.engine_url,
+                engine_url=_without_password(settings.engine_url),
                 chunk_tokens=settings.chunk_tokens,
                 max_running=settings.max_running,
                 max_body_bytes=settings.max_body_bytes,

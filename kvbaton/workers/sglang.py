@@ -28,11 +28,19 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import describe, fingerprint_of
 from kvbaton.kv.layout import KVLayout
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import UNREADABLE, CapacityError, GenerateRequest, RemoteError, Role
 from kvbaton.workers.engine_server import EngineServer, answering, refusal
 from kvbaton.workers.kv_events import KVEventLog
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent, WorkerStats
-from kvbaton.workers.sglang_bootstrap import ROUTE_QUERY, BootstrapInfo, DecodeServer, decode_bootstrap, differences
+from kvbaton.workers.sglang_bootstrap import (
+    INFO_PATHS,
+    ROUTE_QUERY,
+    BootstrapInfo,
+    DecodeServer,
+    decode_bootstrap,
+    differences,
+)
 from kvbaton.workers.sglang_stream import PART, PartReader
 from kvbaton.workers.two_legs import both_legs
 from kvbaton.workers.vllm_metrics import SGLANG
@@ -111,7 +119,7 @@ class SglangWorker:
         self._watching = asyncio.create_task(self.engine.watch())
 
     async def _server_info(self) -> _ServerInfo:
-        for path in ("/server_info", "/get_server_info"):  # newest first
+        for path in INFO_PATHS:
             status, raw = await self.engine.get(path)
             if status == 200:
                 try:
@@ -177,11 +185,11 @@ class SglangWorker:
         info = await self._peer(prefill)
         port = info.prefill_http_port
         room = {
-            "bootstrap_host": prefill.host,
+            "bootstrap_host": in_url(prefill.host),
             "bootstrap_port": prefill.port,
             "bootstrap_room": secrets.randbelow(_MAX_ROOM) + 1,
         }
-        url = f"http://{prefill.host}:{port}"
+        url = f"http://{in_url(prefill.host)}:{port}"
         prefilling = self._prefill({**body, **room, "stream": False}, url)
         decoding = self._decode(request, {**body, **room}, remote=True)
         over = False
@@ -206,7 +214,7 @@ class SglangWorker:
         """What is behind that bootstrap server. RemoteError when KV from there would be of no use here."""
         if prefill in self._peers:
             return self._peers[prefill]
-        at = f"{prefill.host}:{prefill.port}"
+        at = f"{in_url(prefill.host)}:{prefill.port}"
         try:
             info = decode_bootstrap(*await self.engine.get(f"/route?{ROUTE_QUERY}", f"http://{at}"))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -15,6 +15,8 @@ from kvbaton.types import UNREADABLE, RemoteError
 # Asks for the server as a whole, instead of one of its ranks.
 ROUTE_QUERY = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 
+INFO_PATHS = ("/server_info", "/get_server_info")  # of a server itself, newest first
+
 
 class BootstrapInfo(msgspec.Struct, frozen=True):
     """Versions add fields; those that are missing are not compared."""

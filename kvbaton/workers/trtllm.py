@@ -26,6 +26,7 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import UNREADABLE, GenerateRequest, LocalError, RemoteError, Role
 from kvbaton.workers.engine_server import EngineServer, answering, refusal
 from kvbaton.workers.kv_events import KVEventLog
@@ -182,7 +183,7 @@ class TrtllmWorker:
     ) -> AsyncGenerator[WorkerEvent, None]:
         started_s = time.monotonic()
         try:
-            answer = await self._context(body, f"http://{prefill.host}:{prefill.port}")
+            answer = await self._context(body, f"http://{in_url(prefill.host)}:{prefill.port}")
             choice, usage = answer.choices[0], _USAGE.decode(bytes(answer.usage)) or Usage()
             num_prompt = len(request.prompt_token_ids)
             admitted = Admitted(num_prompt, min(usage.num_cached, num_prompt), num_prompt, path="remote")

@@ -28,6 +28,7 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.kv.compat import fingerprint_of
 from kvbaton.kv.layout import KVLayout
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import UNREADABLE, GenerateRequest, LocalError, RemoteError, Role
 from kvbaton.workers.engine_server import EngineServer, answering, refusal
 from kvbaton.workers.kv_events import KVEventLog
@@ -295,7 +296,7 @@ class VllmWorker:
         asked = {**body, "stream": False, "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": transfer}
         for name in ("stream_options", "min_tokens", "logprobs", "stop_token_ids"):
             asked.pop(name, None)
-        url = f"http://{prefill.host}:{prefill.port}/v1/completions"
+        url = f"http://{in_url(prefill.host)}:{prefill.port}/v1/completions"
         sent = {**_headers(request), **(headers or {})}
         return CHUNK.decode(await self.engine.ask_peer(url, _ENCODER.encode(asked), sent, "the prefill server"))
 

@@ -100,6 +100,7 @@ _NAME = re.compile(r"[a-zA-Z_:][\w:]*")
 _EXPOSITION = re.compile(r"\s*(#.*|[a-zA-Z_:][\w:]*(\{.*\})?\s+\S+(\s+\S+)?\s*)?$")
 _MAX_COUNT = 2**63
 _MAX_DIGITS = 12
+_MAX_LINE = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,9 @@ def samples_of(text: str, known: frozenset[str]) -> tuple[list[Sample], set[str]
     for line in text.splitlines():
         name = _NAME.match(line)
         if name is None or name[0] not in known:
+            continue
+        if len(line) > _MAX_LINE:  # its parser takes time with the square of that
+            broken.add(name[0])
             continue
         try:
             samples += [sample for family in text_string_to_metric_families(line) for sample in family.samples]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import UNREADABLE, RemoteError
 from kvbaton.workers.engine_server import EngineServer
 from kvbaton.workers.protocol import PeerAddress
@@ -49,7 +50,7 @@ class MooncakePeers:
 
     async def transfer(self, engine: EngineServer, prefill: PeerAddress) -> Transfer:
         """RemoteError when its bootstrap server does not say what is behind it."""
-        address = f"http://{prefill.host}:{self.port}"
+        address = f"http://{in_url(prefill.host)}:{self.port}"
         if prefill not in self._engines:
             self._engines[prefill] = await _ask(engine, address)
         engines = self._engines[prefill]

@@ -24,6 +24,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import LocalError, RemoteError, Role
 from kvbaton.workers.socket_directory import SocketDirectory
 from kvbaton.workers.vllm_kv_follow import EventEndpoints
@@ -130,7 +131,7 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
+        host = in_url(self.spec.host)
         return f"http://{host}:{self.spec.port}"
 
     @property

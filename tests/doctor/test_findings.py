@@ -158,7 +158,23 @@ def test_targets() -> None:
 
 
 def test_what_everybody_takes_for_their_own_machine() -> None:
-    assert all(map(is_own_machine, ("localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]", "0.0.0.0", "::", "[::]")))
+    assert all(
+        map(
+            is_own_machine,
+            (
+                "localhost",
+                "LOCALHOST.",
+                "::ffff:127.0.0.1",
+                "127.0.0.1",
+                "127.9.9.9",
+                "::1",
+                "[::1]",
+                "0.0.0.0",
+                "::",
+                "[::]",
+            ),
+        )
+    )
     assert not any(map(is_own_machine, ("10.0.0.1", "host", "")))
 
 

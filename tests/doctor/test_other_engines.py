@@ -6,7 +6,7 @@ Real vLLM was read too: tests/integration/test_vllm_fleet.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +58,9 @@ class VllmShape:
     silent: bool = False
     pulls: tuple[int, float] = (4096, 0.5)  # bytes and seconds that it counts for each of its transfers
     refuses: str = ""  # to pull, in its words
-    moved: tuple[int, float] = (0, 0.0)
+    moved: tuple[float, float] = (0, 0.0)
+    on_pull: Callable[[], object] = object
+    hidden: bool = False  # its figures cannot be read
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     asked: list[bytes] = field(default_factory=list)
@@ -97,6 +99,8 @@ class VllmShape:
         return web.json_response({"data": [{"id": "m", "root": self.root, "max_model_len": 4096}]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        if self.hidden:
+            return web.Response(status=503)
         labels = f'block_size="{self.block_size}",cache_dtype="{self.cache_dtype}",num_gpu_blocks="364"'
         text = f"vllm:num_requests_running 0.0\nvllm:cache_config_info{{{labels}}} 1.0\n"
         if self.connector == "nixl":
@@ -112,6 +116,7 @@ class VllmShape:
             if self.refuses:
                 return web.json_response({"error": {"message": self.refuses}}, status=500)
             self.moved = (self.moved[0] + self.pulls[0], self.moved[1] + self.pulls[1])
+            self.on_pull()
             return web.json_response({"choices": [{}], "kv_transfer_params": None})
         offer = {"remote_host": self.host, "remote_port": self._channel_port, "tp_size": 1, "remote_block_ids": [[1]]}
         return web.json_response({"choices": [{}], "kv_transfer_params": offer if self.offers else None})

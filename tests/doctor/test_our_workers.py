@@ -18,6 +18,7 @@ from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.doctor.examine import How, examine
 from kvbaton.doctor.facts import Examination, Keys, Target
 from kvbaton.doctor.findings import Finding, diagnose
+from kvbaton.transfer.reach import in_url
 from kvbaton.types import Role
 from kvbaton.workers.process import run_worker
 from kvbaton.workers.vllm_server import key_for_servers
@@ -26,7 +27,15 @@ KEY = "k" * 20
 
 
 @asynccontextmanager
-async def worker(engine: Any, role: Role, url: str, model_dir: Path, bootstrap_port: int = 0) -> AsyncIterator[str]:
+async def worker(
+    engine: Any,
+    role: Role,
+    url: str,
+    model_dir: Path,
+    bootstrap_port: int = 0,
+    kv_host: str = "",
+    host: str = "127.0.0.1",
+) -> AsyncIterator[str]:
     """Its address. It is closed, as one that others can reach."""
     settings = WorkerSettings(
         engine=engine,
@@ -35,13 +44,15 @@ async def worker(engine: Any, role: Role, url: str, model_dir: Path, bootstrap_p
         port=0,
         clients="refuse",
         engine_bootstrap_port=bootstrap_port,
+        host=host,
+        kv_host=kv_host,
         drain_s=0.0,  # the figures of one kind of server here say for ever that a request runs
     )
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     def report(what: str, **about: Any) -> None:
         if what == "ready":
-            ready.set_result(f"http://127.0.0.1:{about['port']}")
+            ready.set_result(f"http://{in_url(host)}:{about['port']}")
 
     serving = asyncio.ensure_future(
         run_worker(ModelSettings(dir=str(model_dir), name="m"), settings, KEY, stop, report)
@@ -56,11 +67,11 @@ async def worker(engine: Any, role: Role, url: str, model_dir: Path, bootstrap_p
 
 @asynccontextmanager
 async def pair_over(
-    engine: str, prefill: str, decode: str, model_dir: Path, bootstrap_port: int = 0
+    engine: str, prefill: str, decode: str, model_dir: Path, bootstrap_port: int = 0, host: str = "127.0.0.1"
 ) -> AsyncIterator[tuple[Target, Target]]:
     async with (
-        worker(engine, "prefill", prefill, model_dir) as ours,
-        worker(engine, "decode", decode, model_dir, bootstrap_port) as theirs,
+        worker(engine, "prefill", prefill, model_dir, host=host) as ours,
+        worker(engine, "decode", decode, model_dir, bootstrap_port, host=host) as theirs,
     ):
         yield Target("p", "prefill", ours), Target("d", "decode", theirs)
 

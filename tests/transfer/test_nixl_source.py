@@ -95,7 +95,7 @@ async def test_a_block_that_was_reused_voids_the_read(layout):
 
 
 def test_without_nixl_the_option_and_the_fix_are_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    monkeypatch.setitem(sys.modules, "nixl", None)
     pool = make_pool(LAYOUT, 2, named=False)
     with pytest.raises(LocalError) as found:
         NixlPool(pool, "x")

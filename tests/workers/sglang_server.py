@@ -15,6 +15,8 @@ from typing import Any
 
 from aiohttp import web
 
+from kvbaton.transfer.reach import in_url
+
 FIELDS = json.loads((Path(__file__).parent / "engine_fields" / "sglang.json").read_text())
 METRICS = """
 sglang:num_running_reqs{model_name="m"} 0.0
@@ -46,7 +48,7 @@ class FakeSglang:
         self.aborted: list[str] = []
         self.num_open = 0
         self.metrics = METRICS
-        self.key = ""
+        self.key, self.name = "", "m"
         self.info: dict[str, Any] = {"page_size": 16, "kv_cache_dtype": "bfloat16", "tp_size": 1, "dp_size": 1}
         self.bootstrap: dict[str, Any] = {
             "attn_tp_size": 1,
@@ -61,11 +63,12 @@ class FakeSglang:
         }
         assert set(self.bootstrap) == set(FIELDS["bootstrap_info"])
         self.registered = True
+        self.hides = False  # what it is
         self.host, self.port, self.bootstrap_port = "127.0.0.1", 0, 0
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{in_url(self.host)}:{self.port}"
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -124,10 +127,12 @@ class FakeSglang:
     async def server_info(self, request: web.Request) -> web.Response:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
+        if self.hides:
+            return web.json_response({})
         told = {
             **self.info,
             "version": "0.6.1",
-            "served_model_name": "m",
+            "served_model_name": self.name,
             "disaggregation_mode": self.mode or "null",
             "disaggregation_bootstrap_port": self.bootstrap_port or 8998,
             "context_length": 64,
@@ -160,28 +165,29 @@ class FakeSglang:
         app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/metrics", self.show_metrics)
         app.router.add_get("/version", self.version)
-        self.port = await listen(stack, app)
+        self.port = await listen(stack, app, self.host)
         if self.mode == "prefill":
             bootstrap = web.Application()
             bootstrap.router.add_get("/route", self.route)
-            self.bootstrap_port = await listen(stack, bootstrap)
+            self.bootstrap_port = await listen(stack, bootstrap, self.host)
             self.bootstrap["prefill_http_port"] = self.port
 
 
-async def listen(stack: AsyncExitStack, app: web.Application) -> int:
+async def listen(stack: AsyncExitStack, app: web.Application, host: str = "127.0.0.1") -> int:
     runner = web.AppRunner(app, shutdown_timeout=1, handler_cancellation=True)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, host, 0).start()
     port: int = runner.addresses[0][1]
     return port
 
 
 @asynccontextmanager
-async def sglang_pair() -> AsyncIterator[tuple[FakeSglang, FakeSglang]]:
+async def sglang_pair(host: str = "127.0.0.1") -> AsyncIterator[tuple[FakeSglang, FakeSglang]]:
     async with AsyncExitStack() as stack:
         rooms: dict[int, Room] = {}
         prefill, decode = FakeSglang("prefill", rooms), FakeSglang("decode", rooms)
+        prefill.host = decode.host = host
         await prefill.start(stack)
         await decode.start(stack)
         yield prefill, decode

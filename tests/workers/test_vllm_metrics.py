@@ -49,3 +49,9 @@ def test_a_server_without_these_figures_is_not_odd(text: str) -> None:
 def test_a_size_that_is_not_known_yet_is_not_odd() -> None:
     figures = read_figures('vllm:cache_config_info{num_gpu_blocks="None",block_size="16"} 1\n')
     assert (figures.num_blocks, figures.block_size, figures.odd) == (0, 16, ())
+
+
+def test_a_line_that_would_take_the_parser_long_is_odd() -> None:
+    labels = ",".join(f'label{number}="x"' for number in range(40_000))
+    figures = read_figures(f"vllm:num_requests_running{{{labels}}} 3\nvllm:num_requests_waiting 2\n")
+    assert "num_running" in figures.odd and figures.num_waiting == 2

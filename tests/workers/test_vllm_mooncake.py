@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,20 @@ async def test_who_leaves_after_the_first_token_counts_with_all_of_its_prompt(pa
                 break
     stats = pair.worker.stats()
     assert stats.num_transfers == 1 and stats.transfer_bytes_received > 0
+
+
+@pytest.mark.parametrize("told", [10, 1000, 2000])
+async def test_what_is_counted_only_grows(pair: Pair, told: int) -> None:
+    async def events() -> AsyncGenerator[WorkerEvent, None]:
+        yield TokenOutput(7)
+        yield Finished(transfer_bytes=told)
+
+    seen = []
+    async with contextlib.aclosing(pair.worker.engine.counted(events(), 1000)) as counted:
+        async for _ in counted:
+            seen.append(pair.worker.stats().transfer_bytes_received)
+    seen.append(pair.worker.stats().transfer_bytes_received)
+    assert seen == sorted(seen) and seen[-1] == told
 
 
 async def test_both_calls_name_one_transfer(pair: Pair) -> None:
