@@ -52,7 +52,8 @@ def doctor_command(
     found = asyncio.run(_examine(targets, pid, config, how))
     findings = diagnose(found, min_gb_per_s)
     if as_json:
-        told = {"servers": found.servers, "pairs": found.pairs, "findings": findings}
+        pairs = [{**msgspec.structs.asdict(pair), "gb_per_s": pair.gb_per_s} for pair in found.pairs]
+        told = {"servers": found.servers, "pairs": pairs, "findings": findings}
         click.echo(msgspec.json.format(msgspec.json.encode(told)))
     else:
         click.echo(report_text(found, findings))

@@ -209,8 +209,15 @@ def complete(fleet: FleetSettings, workers: list[tuple[Role, int]], progress: Pr
         memory_bytes = psutil.virtual_memory().available - tier_bytes - lent_bytes
         fits_mib = fit_kv_memory_mib(len(workers), memory_bytes, shared, shm_bytes)
         if fits_mib < LEAST_KV_MIB:
+            asked_for = (tier_bytes + lent_bytes) >> 20
+            if fit_kv_memory_mib(len(workers), psutil.virtual_memory().available, 0, 0) >= LEAST_KV_MIB and asked_for:
+                raise LocalError(
+                    f"the shared KV tier's {asked_for} MiB leave no room for the KV memory of {len(workers)} worker(s)",
+                    field="kv_tier_memory_mib" if tier_bytes else "kv_tier_store",
+                    fix="give it less",
+                )
             raise LocalError(
-                f"only {fits_mib} MiB of KV memory would fit for each worker",
+                f"only {max(0, fits_mib)} MiB of KV memory would fit for each worker",
                 field="kv_memory_mib",
                 fix="free memory, start fewer workers, give the container more shared memory, or use --transport tcp",
             )

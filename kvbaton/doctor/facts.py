@@ -104,6 +104,9 @@ def parse_target(text: str, taken: int) -> Target:
     if not separator or role not in ROLES or not url.startswith("http://") or url.count(":") < 2:
         fix = f"give ROLE=http://HOST:PORT with a role of {', '.join(ROLES)}"
         raise LocalError(f"{text!r} is no server to look at", field="targets", fix=fix)
+    if urlsplit(url).path not in ("", "/"):
+        fix = f"leave out {urlsplit(url).path}: its API is found"
+        raise LocalError(f"{text!r} names more than a server", field="targets", fix=fix)
     found: TargetRole = role  # type: ignore[assignment]
     return Target(name or f"{role}-{taken}", found, url.rstrip("/"))
 

@@ -66,6 +66,9 @@ def pairs_of(servers: Sequence[ServerFacts]) -> list[tuple[ServerFacts, ServerFa
 
 def _pools(servers: Sequence[ServerFacts]) -> Iterator[Finding]:
     roles = [server.role for server in servers if server.role != "router"]
+    if servers and not roles:
+        fix = "name its workers, too; --pid or --config do"
+        yield Finding("warning", "no-workers", "fleet", "a router was looked at, and no worker", fix)
     if roles and "prefill" not in roles and "both" not in roles:
         yield Finding("warning", "no-prefill", "fleet", "there is no prefill server", "decode servers compute prompts")
     if roles and "decode" not in roles and "both" not in roles:
@@ -208,7 +211,7 @@ def _formats(prefill: ServerFacts, decode: ServerFacts, subject: str) -> Iterato
         what = f"KV layout {prefill.kv_layout} against {decode.kv_layout}"
         yield Finding("warning", "kv-layout", subject, what, "start both with the same KV layout")
     small, large = sorted((prefill.tp_size, decode.tp_size))
-    if small and large % small:
+    if small and large % small and prefill.engine != "kvbaton":  # ours share out heads in any way
         what = f"tensor parallelism {prefill.tp_size} against {decode.tp_size}"
         yield Finding("error", "tp", subject, what, "one must divide the other")
 

@@ -86,7 +86,8 @@ class Asking:
         except TimeoutError:
             raise RemoteError(f"no answer from {url} within {timeout_s:g} s", field="url") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise RemoteError(f"no answer from {url}: {error or type(error).__name__}", field="url") from None
+            why = getattr(getattr(error, "os_error", error), "strerror", None) or str(error) or type(error).__name__
+            raise RemoteError(f"no answer from {url}: {why}", field="url") from None
 
 
 async def look_at_all(asking: Asking, targets: Sequence[Target], keys: Keys, probe: bool) -> list[ServerFacts]:
@@ -103,11 +104,12 @@ async def _look_at(asking: Asking, target: Target, keys: Keys, probe: bool) -> l
         skew_s = skew_of(version)
         told = version.json()
         if target.role == "router" and version.status == 401:
-            trouble = "it lets in who has a key: set KVBATON_INTERNAL_KEY as the fleet has it"
-            return [msgspec.structs.replace(facts, trouble=trouble)]
+            remedy = "set KVBATON_INTERNAL_KEY as the fleet has it"
+            return [msgspec.structs.replace(facts, trouble="it lets in who has a key", remedy=remedy)]
         if target.role == "router" and version.status != 200:
             trouble = f"it answers {version.status} to /version: no worker is ready yet"
-            return [msgspec.structs.replace(facts, trouble=trouble)]
+            remedy = "wait for its workers, or see in their logs why they are not ready"
+            return [msgspec.structs.replace(facts, trouble=trouble, remedy=remedy)]
         if version.status == 200 and isinstance(told, dict) and "kvbaton" in told:
             found = await _look_at_ours(asking, target, told, keys, probe)
         else:
@@ -115,7 +117,9 @@ async def _look_at(asking: Asking, target: Target, keys: Keys, probe: bool) -> l
     except RemoteError as error:
         return [msgspec.structs.replace(facts, trouble=str(error))]
     reached = [await _reach(one) for one in found]
-    return [msgspec.structs.replace(one, skew_s=one.skew_s if one.behind else skew_s) for one in reached]
+    return [
+        one if one.behind or one.skew_s is not None else msgspec.structs.replace(one, skew_s=skew_s) for one in reached
+    ]
 
 
 async def _look_at_another(asking: Asking, facts: ServerFacts, keys: Keys, probe: bool) -> ServerFacts:
@@ -158,12 +162,13 @@ async def _look_at_ours(
     if target.role == "router":
         return [msgspec.structs.replace(facts, fingerprint=None, members=await _members(asking, target, keys.internal))]
     if not keys.internal:
-        unread = "without the fleet's key (KVBATON_INTERNAL_KEY) its role and its port for KV stay unknown"
+        unread = "without the fleet's key its role and its port for KV stay unknown, and no hand-off is made"
+        unread += " (set KVBATON_INTERNAL_KEY)"
         return [msgspec.structs.replace(facts, unread=(unread,))]
     answer = await asking.get(target.url + "/internal/info", {INTERNAL_KEY_HEADER.decode(): keys.internal})
     if answer.status == 403:
-        trouble = "it does not take this key: it has another KVBATON_INTERNAL_KEY, or none"
-        return [msgspec.structs.replace(facts, trouble=trouble)]
+        remedy = "set KVBATON_INTERNAL_KEY to the fleet's, here and where it was started; it has another, or none"
+        return [msgspec.structs.replace(facts, trouble="it does not take this key", remedy=remedy)]
     try:
         info = msgspec.json.decode(answer.body, type=WorkerInfo)
     except UNREADABLE as error:
@@ -182,6 +187,8 @@ async def _look_at_ours(
         kv_dtype=info.fingerprint.kv_dtype,
         backend=_backend(info.fingerprint),
         bootstrap_port=info.engine_bootstrap_port,
+        tp_size=info.fingerprint.tp_size,
+        skew_s=info.time_s - (time.time() - answer.took_s / 2) if info.time_s else None,
     )
     if facts.backend == "sglang":
         return await _with_sglang(asking, facts, info.engine_url, keys.sglang)

@@ -16,12 +16,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from kvbaton.doctor.facts import Keys, PairFacts, ServerFacts
+from kvbaton.doctor.facts import ENGINE_NAMES, Keys, PairFacts, ServerFacts
 from kvbaton.doctor.findings import pair_findings
 from kvbaton.doctor.hand_off import between_sglang, between_vllm, expect
 from kvbaton.doctor.look import Asking
 from kvbaton.doctor.look_vllm import NIXL
 from kvbaton.doctor.transfers import Transfers
+from kvbaton.router.measured import token_bytes
 from kvbaton.types import UNREADABLE, RemoteError
 from kvbaton.workers.generation import REPORT_HEADER
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, InternalRequest, PeerAddress, RequestReport
@@ -47,7 +48,7 @@ def can_measure(prefill: ServerFacts, decode: ServerFacts, keys: Keys, probe: bo
 
     Servers that are not ours and do not fit are not tried: a decode server may end for it.
     """
-    if prefill.engine != decode.engine or prefill.behind or not prefill.kv_host or prefill.kv_trouble:
+    if prefill.engine != decode.engine or prefill.behind or not prefill.kv_port or prefill.kv_trouble:
         return False
     if prefill.engine == "kvbaton":
         return bool(keys.internal)
@@ -120,6 +121,28 @@ async def _between_ours(
     keys: Keys,
     prompt: Sequence[int],
 ) -> _Once:
+    """A shared KV tier may give decode what prefill has just computed: then prefill computes another prompt for it."""
+    once = await _ask_ours(asking, pair, movers, transfers, keys, prompt, warm=True)
+    fingerprint = pair[1].fingerprint
+    whole = token_bytes(fingerprint) * len(prompt) if fingerprint is not None else 0
+    if once.num_bytes < whole / 2 and not pair[1].backend:
+        other = [1 + secrets.randbelow(97) for _ in prompt]
+        once = await _ask_ours(asking, pair, movers, transfers, keys, other, warm=False)
+    if not once.num_bytes:
+        raise RemoteError(_NOTHING_MOVED)
+    return once
+
+
+async def _ask_ours(
+    asking: Asking,
+    pair: Pair,
+    movers: Sequence[ServerFacts],
+    transfers: Transfers,
+    keys: Keys,
+    prompt: Sequence[int],
+    warm: bool,
+) -> _Once:
+    """``warm``: the prefill side computes the prompt before."""
     prefill, decode = pair
     backends = {prefill.backend, decode.backend}
     salt = "" if backends & _WITHOUT_SALTS else f"doctor-{secrets.token_hex(8)}"
@@ -133,9 +156,9 @@ async def _between_ours(
     if salt:
         body["cache_salt"] = salt
     headers = {INTERNAL_KEY_HEADER.decode(): keys.internal}  # without it those that others can reach refuse
-    if not backends & _NOT_ALONE:
-        warm = await asking.post(f"{prefill.url}/v1/completions", {**body, "max_tokens": 1}, headers, asking.model_s)
-        expect(warm.status, warm.body, prefill.name)
+    if warm and not backends & _NOT_ALONE:
+        first = await asking.post(f"{prefill.url}/v1/completions", {**body, "max_tokens": 1}, headers, asking.model_s)
+        expect(first.status, first.body, prefill.name)
     internal = InternalRequest(
         request_id=secrets.token_hex(12),
         prompt_token_ids=(tuple(prompt),),
@@ -150,10 +173,10 @@ async def _between_ours(
         report = msgspec.json.decode(answer.headers.get(REPORT_HEADER.decode(), ""), type=RequestReport)
     except UNREADABLE as error:
         raise RemoteError(f"{decode.name} does not say what the hand-off took: {error}") from None
-    if report.path != "remote" or not report.transfer_bytes:
-        raise RemoteError(_NOTHING_MOVED)
-    if report.transfer_s:
-        return _Once(report.transfer_bytes, report.transfer_s)
+    if report.path != "remote":
+        return _Once(0, 0.0)
+    if report.copying_s or not backends & ENGINE_NAMES.keys():
+        return _Once(report.transfer_bytes, report.copying_s)
     moved = await transfers.moved()  # a worker over another engine only derives its bytes
     if moved is None or not moved.num_bytes:
         return _Once(report.transfer_bytes, 0.0)

@@ -37,9 +37,9 @@ def _what(server: ServerFacts) -> str:
         server.model,
         f"blocks of {server.block_size}" if server.block_size else "",
         f"KV {server.kv_dtype}" if server.kv_dtype else "",
-        f"TP {server.tp_size or (server.fingerprint.tp_size if server.fingerprint else 0) or '?'}",
+        f"TP {server.tp_size or '?'}",
         f"context {server.max_context}" if server.max_context else "",
-        f"KV at {server.kv_host}:{server.kv_port}" if server.kv_host and server.role != "decode" else "",
+        f"KV at {server.kv_host}:{server.kv_port}" if server.kv_port and server.role != "decode" else "",
         f"hash {server.compatibility_hash[:12]}" if server.compatibility_hash else "",
         f"clock {server.skew_s:+.1f} s" if server.skew_s is not None and abs(server.skew_s) > 1 else "",
     ]

@@ -68,6 +68,7 @@ class Moved:
     num_bytes: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
+    copying_s: float = 0.0  # of the transfer, while any copy was under way
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class HandoffClient:
                 if moved is not None:
                     moved.num_bytes = pull.num_bytes
                     moved.transfer_s, moved.exposed_s = pull.seconds if pull.num_bytes else (0.0, 0.0)
+                    moved.copying_s = pull.copying_s
 
     async def connect(self, address: Address) -> Identity:
         """Shake hands now (doctor, warm-up); pulls do it by themselves."""
@@ -253,6 +255,9 @@ class _Pull:
         self._started_s = clock.now_s()
         self._first_s = self._started_s
         self._last_byte_s = self._started_s
+        self.copying_s = 0.0
+        self._num_copying = 0
+        self._copying_since_s = self._started_s
 
     @property
     def request_id(self) -> str:
@@ -313,8 +318,12 @@ class _Pull:
         self._feed(pulling.PeerLost(error))
 
     def _copied(self, region: Region, error: KvbatonError | None) -> None:
+        now_s = self._clock.now_s()
+        self._num_copying -= 1
+        if not self._num_copying:
+            self.copying_s += now_s - self._copying_since_s
         if error is None:
-            self._last_byte_s = self._clock.now_s()
+            self._last_byte_s = now_s
             self._feed(pulling.CopyFinished(region))
         else:
             self._feed(pulling.CopyBroke(region, error))
@@ -332,6 +341,9 @@ class _Pull:
                 self.peer.send(action.message)
             case pulling.StartCopy():
                 region = action.region
+                if not self._num_copying:
+                    self._copying_since_s = self._clock.now_s()
+                self._num_copying += 1
                 start_copy(
                     self.peer.source,
                     action.offer,

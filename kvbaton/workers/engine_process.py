@@ -20,14 +20,26 @@ from kvbaton.workers.trtllm import TrtllmOptions, TrtllmWorker
 _KEYS = {"sglang": "SGLANG_API_KEY", "trtllm": "TRTLLM_API_KEY"}
 
 
+def engine_url(settings: WorkerSettings) -> str:
+    """Of a server that runs already, empty without one. LocalError when it is no address of one."""
+    url = settings.engine_url.rstrip("/")
+    try:
+        parts = urlsplit(url)
+        right = not url or (parts.scheme == "http" and parts.port and not parts.path and not parts.query)
+    except ValueError:
+        right = False
+    if not right:
+        fix = "give http://HOST:PORT, without /v1 or another path"
+        raise LocalError(f"{settings.engine_url!r} is not http://host:port", field="engine_url", fix=fix)
+    return url
+
+
 def make_engine_worker(model: ModelSettings, settings: WorkerSettings) -> SglangWorker | TrtllmWorker:
     """LocalError for settings that do not name a running server."""
-    url = settings.engine_url.rstrip("/")
+    url = engine_url(settings)
     if not url:
         fix = f"start it yourself and give --engine-url to `kvbaton worker --engine {settings.engine}`"
         raise LocalError(f"{settings.engine} servers are not started here", field="engine_url", fix=fix)
-    if urlsplit(url).scheme != "http" or not urlsplit(url).port:
-        raise LocalError(f"{url!r} is not http://host:port", field="engine_url")
     model_dir = Path(model.dir) if model.dir else default_model_dir()
     config, tokenizer = ModelConfig.from_dir(model_dir), Tokenizer.load(model_dir)
     name, key = model.name or model_dir.name, os.environ.get(_KEYS[settings.engine], "")

@@ -26,6 +26,7 @@ from kvbaton.workers.vllm_stream import MAX_EVENT_BYTES, EventSplitter, ServerEr
 
 log = logging.getLogger(__name__)
 SCRAPE_S = 0.25
+KEEP_ALIVE_S = 2.0  # engines close what was idle for five seconds; a request that meets that is lost
 FIGURES_MAX_AGE_S = 5.0
 MOST_LOST = 3
 PROBE_EVERY_S = 2.0  # while a peer computes
@@ -73,7 +74,7 @@ class EngineServer:
         self._session = aiohttp.ClientSession(
             headers={"authorization": f"Bearer {self._api_key}"} if self._api_key else {},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             trust_env=False,
         )
 

@@ -258,6 +258,7 @@ class Generation:
             queue_s=max((f.queue_s for f in finished), default=0.0),
             prefill_s=max((f.prefill_s for f in finished), default=0.0),
             transfer_s=max((f.transfer_s for f in finished), default=0.0),
+            copying_s=max((f.copying_s for f in finished), default=0.0),
             exposed_s=max((f.exposed_s for f in finished), default=0.0),
             decode_queue_s=max((f.decode_queue_s for f in finished), default=0.0),
             first_step_s=max((f.first_step_s for f in finished), default=0.0),

@@ -451,6 +451,7 @@ def _finished(first: FirstToken, moved: Moved, times: _Times | None = None) -> F
         prefill_s=first.prefill_s,
         transfer_bytes=moved.num_bytes,
         transfer_s=moved.transfer_s,
+        copying_s=moved.copying_s,
         exposed_s=moved.exposed_s,
     )
     if times is not None and times.scheduled_s is not None and times.token_s:

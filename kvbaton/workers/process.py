@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
+
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.kv.shared_pool import sweep_stale
 from kvbaton.kv.tier_directory import sweep_tiers
@@ -96,7 +98,13 @@ async def start_over_server(model: ModelSettings, settings: WorkerSettings, key:
         await first_of(starting, stop.wait())
         if not starting.done():
             raise StoppedEarly
-        starting.result()
+        try:
+            starting.result()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            why = getattr(getattr(error, "os_error", error), "strerror", None) or str(error) or type(error).__name__
+            fix = "start it first, and see that it listens there"
+            where = settings.engine_url or "the address of its own"
+            raise LocalError(f"no server answers at {where}: {why}", field="engine_url", fix=fix) from None
     except BaseException:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -113,7 +121,7 @@ def _without_password(url: str) -> str:
 async def run_worker(
     model: ModelSettings, settings: WorkerSettings, key: str, stop: asyncio.Event, report: Report
 ) -> bool:
-    """Serve until ``stop``, or until told to drain over HTTP. True when nothing had to be cut off.
+    """Serve until ``stop``, or until told to drain over HTTP. True when nothing had to be cut off and the engine lived.
 
     StoppedEarly when ``stop`` comes before the model is loaded: then nothing was served, and the process should end.
     """
@@ -159,13 +167,14 @@ async def run_worker(
             report("ready", host=host, port=port, **about)
             dying = group.create_task(engine_death(worker))
             await first_of(stop.wait(), app.drain_requested.wait(), serving, dying)
-            if dying.done():
+            died = dying.done()
+            if died:
                 log.error("the engine's thread has ended; so does this process")
             dying.cancel()
             drain_s = settings.drain_s if app.drain_deadline_s is None else app.drain_deadline_s
             clean = await app.drain(drain_s if worker.alive else 0.0)
             server.end()
-        return clean
+        return clean and not died
     finally:
         await worker.stop()
 

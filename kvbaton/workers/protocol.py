@@ -38,6 +38,7 @@ class Finished(msgspec.Struct, frozen=True):
     queue_s: float = 0.0  # 0: the engine does not tell, and so with those below
     prefill_s: float = 0.0
     transfer_s: float = 0.0  # from Start to the last byte
+    copying_s: float = 0.0  # of that, while any copy was under way
     exposed_s: float = 0.0  # last byte minus first token
     decode_queue_s: float = 0.0  # from everything in place to the first decode step; 0: it never decoded
     first_step_s: float = 0.0  # from there, or locally from the first token, to the second token
@@ -185,6 +186,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     serves_alone: bool = True  # False: it is of use only in a pair of prefill and decode worker
     engine_bootstrap_port: int = 0  # where it looks for MooncakeConnector's bootstrap servers; 0: nowhere
     engine_url: str = ""  # of the server of another engine that it drives, as it reaches it itself
+    time_s: float = 0.0  # of day, by its clock
 
 
 class RequestReport(msgspec.Struct, frozen=True):
@@ -199,6 +201,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
+    copying_s: float = 0.0
     exposed_s: float = 0.0
     decode_queue_s: float = 0.0
     first_step_s: float = 0.0

@@ -239,6 +239,7 @@ class WorkerServer:
             serves_alone=self.worker.serves_alone,
             engine_bootstrap_port=self.options.engine_bootstrap_port,
             engine_url=self.options.engine_url,
+            time_s=time.time(),
         )
 
     @staticmethod

@@ -8,7 +8,6 @@ import os
 import shlex
 import tempfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.engine.model_config import ModelConfig
@@ -16,6 +15,7 @@ from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.engine.weights import default_model_dir
 from kvbaton.transfer.reach import is_wildcard
 from kvbaton.types import LocalError
+from kvbaton.workers.engine_process import engine_url
 from kvbaton.workers.process import DEFAULT_KV_MIB
 from kvbaton.workers.socket_directory import SocketDirectory, sweep
 from kvbaton.workers.vllm import VllmOptions, VllmWorker
@@ -36,7 +36,7 @@ def make_vllm_worker(model: ModelSettings, settings: WorkerSettings, key: str) -
     name = model.name or model_dir.name
     max_context = min(model.max_context or config.max_context, config.max_context)
     server, events = None, None
-    url, api_key = settings.engine_url.rstrip("/"), os.environ.get("VLLM_API_KEY", "") or key_for_servers(key)
+    url, api_key = engine_url(settings), os.environ.get("VLLM_API_KEY", "") or key_for_servers(key)
     if not url and settings.engine_bootstrap_port:
         fix = "start them yourself, and give --engine-url"
         raise LocalError("servers with MooncakeConnector are not started here", field="engine_bootstrap_port", fix=fix)
@@ -47,8 +47,6 @@ def make_vllm_worker(model: ModelSettings, settings: WorkerSettings, key: str) -
         sockets = SocketDirectory() if _follows_events(spec.arguments) else None
         server = VllmServer(dataclasses.replace(spec, events_dir=None if sockets is None else sockets.path), sockets)
         url, events = server.url, server.spec.endpoints
-    elif urlsplit(url).scheme != "http" or not urlsplit(url).port:
-        raise LocalError(f"{url!r} is not http://host:port", field="engine_url")
     elif settings.engine_events:
         events = parse_endpoints(settings.engine_events)
         if not can_follow():

@@ -22,7 +22,7 @@ from kvbaton.engine.model_config import ModelConfig
 from kvbaton.engine.tokenizer import Tokenizer
 from kvbaton.types import CapacityError, GenerateRequest, LocalError, RemoteError, SamplingParams, TokenOutput
 from kvbaton.workers import engine_server
-from kvbaton.workers.engine_server import MOST_LOST
+from kvbaton.workers.engine_server import KEEP_ALIVE_S, MOST_LOST
 from kvbaton.workers.protocol import Admitted, Finished, PeerAddress, WorkerEvent
 from kvbaton.workers.server import ServerOptions, WorkerServer
 from kvbaton.workers.vllm import VllmOptions, VllmWorker, _Lease, request_body
@@ -569,3 +569,9 @@ def test_sampling_is_passed_on_and_stop_strings_are_ours() -> None:
     assert (body["seed"], body["logit_bias"], body["stop_token_ids"], body["top_k"]) == (3, {"4": -1.0}, [2, 9], 5)
     assert "stop" not in body
     assert "stop_token_ids" not in request_body(make_request(ignore_eos=True), "m")
+
+
+async def test_connections_are_left_before_engines_close_them(pair: Pair) -> None:
+    """A request on a connection that its server is just closing is lost: a prefill server that is well is given up."""
+    connector = pair.worker.engine.http.connector
+    assert connector is not None and connector._keepalive_timeout == KEEP_ALIVE_S < 5.0, "vLLM's, SGLang's, uvicorn's"
