@@ -79,7 +79,7 @@ def server(spec: DeploySpec, name: PoolName, resources: dict[str, Any], num_gpus
 
 
 def _vllm(spec: DeploySpec, name: PoolName, num_gpus: int) -> tuple[list[str], list[str]]:
-    transfer = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[name]}
+    transfer = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[name], "kv_load_failure_policy": "fail"}
     if not num_gpus:
         transfer["kv_buffer_device"] = "cpu"
     events = {

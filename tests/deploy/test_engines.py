@@ -86,6 +86,7 @@ def test_vllm_gets_what_a_worker_gives_a_vllm_of_its_own(tmp_path: Path) -> None
         assert transfer == {
             "kv_connector": "NixlConnector",
             "kv_role": f"kv_{ {'prefill': 'producer'}.get(pool, 'consumer') }",
+            "kv_load_failure_policy": "fail",
         }
         events = json.loads(given["--kv-events-config"])
         followed = parse_endpoints(flags(worker["args"])["--engine-events"])
@@ -100,7 +101,12 @@ def test_a_vllm_without_gpus_keeps_its_buffers_on_the_cpu_and_one_pool_both_lend
     spec = DeploySpec("m", "k:1", engine="vllm", engine_image="v:1", colocated=SPECS["colocated"].colocated)
     pod = by_kind(spec, "Deployment")["kvbaton-colocated"]["spec"]["template"]["spec"]
     transfer = json.loads(flags(pod["initContainers"][0]["args"])["--kv-transfer-config"])
-    assert transfer == {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    assert transfer == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",  # as those that a worker starts
+        "kv_buffer_device": "cpu",
+    }
 
 
 def test_sglang_is_started_for_the_role_of_its_pool() -> None:
