@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -269,7 +269,8 @@ def _members(entries: Any) -> tuple[MemberSettings, ...]:
         try:
             member = msgspec.convert(entry, MemberSettings)
         except msgspec.ValidationError as error:
-            raise LocalError(f"workers[{i}]: {error}", field="workers") from None
+            fix = f"role is one of {', '.join(get_args(Role))}" if "enum" in str(error) else None
+            raise LocalError(f"workers[{i}]: {error}", field="workers", fix=fix) from None
         position = counts.get(member.role, 0)
         counts[member.role] = position + 1
         members.append(member if member.name else dataclasses.replace(member, name=f"{member.role}-{position}"))

@@ -6,6 +6,7 @@ values are allowed, or what goes with what.
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Any
 
@@ -261,4 +262,6 @@ def _invalid(text: str) -> ApiError:
     if "missing" in problem:
         return bad_request(f"{param} is missing", param)
     shown = param if field.group(1) else f"{param!r} (its name is empty)"
-    return bad_request(f"unrecognized field: {shown}; leave it out", param, "unknown_parameter")
+    near = [] if where else difflib.get_close_matches(param[:100], Body.__struct_encode_fields__, n=1, cutoff=0.8)
+    fix = f"did you mean {near[0]}?" if near else "leave it out"
+    return bad_request(f"unrecognized field: {shown}; {fix}", param, "unknown_parameter")

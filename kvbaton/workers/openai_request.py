@@ -289,7 +289,9 @@ def _internal(body: Body, from_router: bool) -> InternalRequest | None:
 def _refuse(endpoint: Endpoint, body: Body) -> None:
     for name in COMPLETIONS_ONLY if endpoint == "chat" else CHAT_ONLY:
         if getattr(body, name) is not None:
-            raise bad_request(f"unrecognized field for this endpoint: {name}; leave it out", name, "unknown_parameter")
+            other = "completions" if endpoint == "chat" else "chat/completions"
+            fix = f"leave it out, or ask /v1/{other}"
+            raise bad_request(f"unrecognized field for this endpoint: {name}; {fix}", name, "unknown_parameter")
     if _values_of_checked(body) == _NONE_OF_CHECKED:
         return
     for name, harmless in UNSUPPORTED.items():

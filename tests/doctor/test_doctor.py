@@ -78,6 +78,15 @@ def test_workers_that_generate_for_nobody_without_the_key_hand_off(workers: Work
     assert found["findings"] == [] and found["pairs"][0]["num_bytes"] > 0
 
 
+def test_a_shared_tier_does_not_stand_for_the_hand_off(workers: Workers) -> None:
+    """What prefill has computed decode finds there: another prompt is handed off instead, whole."""
+    prefill, decode = (workers(f"{role}-tier", role, "--kv-tier-memory", "64") for role in ("prefill", "decode"))
+    whole = run(f"prefill={workers('p', 'prefill')}", f"decode={workers('d', 'decode')}", expected=0)["pairs"][0]
+    found = run(f"prefill={prefill}", f"decode={decode}", expected=0)
+    assert found["findings"] == [] and found["pairs"][0]["num_bytes"] == whole["num_bytes"]
+    assert found["pairs"][0]["gb_per_s"] > 0
+
+
 def test_other_weights_and_block_sizes_are_found_and_the_hand_off_is_refused(workers: Workers) -> None:
     other = workers("d-other", "decode", "--block-size", "32", seed=1)
     found = run(f"prefill={workers('p', 'prefill')}", f"other:decode={other}", expected=1)
@@ -99,7 +108,7 @@ def test_another_key_is_found(workers: Workers) -> None:
     other = workers("d-key", "decode", key="another" * 4)
     found = run(f"prefill={workers('p', 'prefill')}", f"decode={other}", expected=1)
     assert ("unreadable", "decode-0") in codes(found)
-    assert "key" in found["findings"][0]["what"]
+    assert "key" in found["findings"][0]["what"] and "set KVBATON_INTERNAL_KEY" in found["findings"][0]["fix"]
 
 
 def test_a_role_that_is_listed_wrong_is_found(workers: Workers) -> None:
@@ -122,6 +131,7 @@ def test_who_is_not_there_is_found_and_without_a_key_less_is_read(workers: Worke
 
 
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:
+    assert "leave out /v1" in run("decode=http://h:1/v1", expected=2)["error"]
     assert "no server to look at" in run("worker=http://h:1", expected=2)["error"]
     assert "each name a fleet" in run("decode=http://h:1", "--pid", "1", expected=2)["error"]
     (tmp_path / "empty.toml").write_text("")

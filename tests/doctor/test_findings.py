@@ -181,3 +181,10 @@ def test_what_everybody_takes_for_their_own_machine() -> None:
 def test_a_finding_is_data() -> None:
     finding = Finding("error", "c", "s", "w", "f")
     assert msgspec.json.decode(msgspec.json.encode(finding), type=Finding) == finding
+
+
+def test_a_router_alone_is_no_fleet_that_was_looked_at() -> None:
+    router = ServerFacts("r", "router", "http://h:1", engine="kvbaton")
+    assert [finding.code for finding in diagnose(Examination((router,)))] == ["no-workers"]
+    both = ServerFacts("b", "both", "http://h:2", engine="kvbaton")
+    assert diagnose(Examination((router, both))) == []

@@ -58,9 +58,9 @@ class Pair:
     def dst_blocks(self, num_tokens, first=3):
         return list(range(first, first + self.pool.layout.blocks_for(num_tokens + 1)))
 
-    def pull(self, request, blocks=None, have_tokens=0, deadline_s=30.0):
+    def pull(self, request, blocks=None, have_tokens=0, deadline_s=30.0, moved=None):
         blocks = blocks or self.dst_blocks(len(request.prompt_token_ids))
-        return self.client.pull(self.address, request, have_tokens, blocks, deadline_s)
+        return self.client.pull(self.address, request, have_tokens, blocks, deadline_s, moved)
 
     async def pull_all(self, request, **kwargs):
         return await pull_all(self.pull(request, **kwargs))

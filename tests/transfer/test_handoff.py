@@ -11,7 +11,7 @@ import pytest
 from prefill_process import expected_kv, make_request, read_kv
 
 from kvbaton.kv.layout import KVLayout
-from kvbaton.transfer.client import Completed, FirstToken
+from kvbaton.transfer.client import Completed, FirstToken, Moved
 from kvbaton.transfer.errors import DeadlineExceeded, HandoffError, LeaseLost, PeerUnreachable, PrefillFailed
 from kvbaton.types import CapacityError, LocalError
 
@@ -55,6 +55,16 @@ async def everything_promised_is_sent(pair, transport: str, num_layer_blocks: in
 
 
 # -- what arrives
+
+
+async def test_what_a_pull_took_is_told_and_copying_is_a_part_of_it(make_pair, transport):
+    pair, moved = await make_pair(), Moved()
+    _, completed = await pair.pull_all(make_request("r", 160), moved=moved)
+    assert moved.num_bytes == completed.num_bytes > 0 and moved.transfer_s == completed.transfer_s
+    assert 0 < moved.copying_s <= moved.transfer_s
+    nothing = Moved()
+    await pair.pull_all(make_request("s", 64), have_tokens=64, moved=nothing)
+    assert (nothing.num_bytes, nothing.copying_s) == (0, 0.0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 160, 333])
