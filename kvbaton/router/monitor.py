@@ -61,9 +61,9 @@ class Monitor:
 
     async def _watch(self, member: Member) -> None:
         while True:
-            before = member.state
+            before, why = member.state, member.reason
             await self.poll(member)
-            if member.state != before:
+            if member.state != before or (member.state == "up" and member.reason not in (why, "answers")):
                 log.warning("worker %s: %s, was %s: %s", member.name, member.state, before, member.reason)
             await asyncio.sleep(self._settings.poll_interval_s)
 

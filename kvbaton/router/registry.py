@@ -13,6 +13,7 @@ from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from kvbaton.config import MemberSettings
+from kvbaton.kv.compat import blocking, differences
 from kvbaton.observe.metrics import Metrics
 from kvbaton.router.learning import Learning
 from kvbaton.router.measured import Measured
@@ -216,11 +217,22 @@ class Registry:
         elif info.state == "serving" and member.held_back:
             member.state, member.reason = "draining", member.held_back
         elif info.state == "serving":
-            member.state, member.reason = "up", "answers"
+            member.state, member.reason = "up", self._unfit(member, info) or "answers"
         elif info.state == "disconnected":
             member.state, member.reason = "down", "its engine's server refuses connections"
         else:
             member.state, member.reason = "draining", f"says it is {info.state}"
+
+    def _unfit(self, member: Member, info: WorkerInfo) -> str:
+        """Whose KV is of no use to it, or its to whom; empty where all fits. Every hand-off there would fail."""
+        for other in self._members.values():
+            if other.reported is None or other.state != "up" or {member.role, other.role} != {"prefill", "decode"}:
+                continue
+            theirs = other.reported.info.fingerprint
+            if theirs != info.fingerprint and (found := blocking(differences(info.fingerprint, theirs))):
+                fields = "; ".join(f"{one.field} {one.ours}, there {one.theirs}" for one in found)
+                return f"answers, but no KV fits between it and {other.name}: {fields}"
+        return ""
 
     def poll_failed(self, member: Member, cause: str, unreachable: bool) -> None:
         """One lost poll may be a hiccup; a refused connection or two in a row mean it is down."""

@@ -161,3 +161,20 @@ def test_peers_are_told_the_workers_own_hand_off_address(registry: Registry) -> 
     assert registry.peer_address(member).host == "10.0.0.1"
     registry.answered(member, info("prefill", kv_host="192.168.0.9"))
     assert (registry.peer_address(member).host, registry.peer_address(member).port) == ("192.168.0.9", 7)
+
+
+def test_whose_kv_fits_nobody_says_so(registry: Registry) -> None:
+    """It is used all the same: it may compute where it decodes, and others may join that it fits."""
+    prefill, decode = registry.members
+    other = Fingerprint(1, "r", 1, 1, 8, "bfloat16", "")
+    registry.answered(decode, info(fingerprint=other))
+    assert (decode.state, decode.reason) == (
+        "up",
+        "answers, but no KV fits between it and p: kv_dtype bfloat16, there float32",
+    )
+    registry.answered(prefill, info("prefill"))
+    assert "kv_dtype float32, there bfloat16" in prefill.reason
+    ranks = Fingerprint(1, "r", 1, 1, 8, "float32", "", tp_size=2)
+    registry.answered(decode, info(fingerprint=ranks))
+    registry.answered(prefill, info("prefill"))
+    assert (decode.reason, prefill.reason) == ("answers", "answers"), "any numbers of ranks fit"
