@@ -209,11 +209,12 @@ def complete(fleet: FleetSettings, workers: list[tuple[Role, int]], progress: Pr
         memory_bytes = psutil.virtual_memory().available - tier_bytes - lent_bytes
         fits_mib = fit_kv_memory_mib(len(workers), memory_bytes, shared, shm_bytes)
         if fits_mib < LEAST_KV_MIB:
-            asked_for = (tier_bytes + lent_bytes) >> 20
-            if fit_kv_memory_mib(len(workers), psutil.virtual_memory().available, 0, 0) >= LEAST_KV_MIB and asked_for:
+            free_bytes, free_shm_bytes = psutil.virtual_memory().available, shm_bytes + (tier_bytes if shared else 0)
+            if fit_kv_memory_mib(len(workers), free_bytes, shared, free_shm_bytes) >= LEAST_KV_MIB:
                 raise LocalError(
-                    f"the shared KV tier's {asked_for} MiB leave no room for the KV memory of {len(workers)} worker(s)",
-                    field="kv_tier_memory_mib" if tier_bytes else "kv_tier_store",
+                    f"{(tier_bytes + lent_bytes) >> 20} MiB of shared KV tier leave no room for the KV memory of "
+                    f"{len(workers)} worker(s)",
+                    field="kv_tier_memory_mib" if tier_bytes >= lent_bytes else "kv_tier_store",
                     fix="give it less",
                 )
             raise LocalError(

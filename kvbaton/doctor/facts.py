@@ -85,6 +85,7 @@ class PairFacts(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     seconds: float = 0.0  # of that one; of several the one with the median rate
     repeats: int = 0
+    cold: bool = False  # prefill computed meanwhile: the link may be faster
     trouble: str = ""
 
     @property
@@ -104,9 +105,18 @@ def parse_target(text: str, taken: int) -> Target:
     if not separator or role not in ROLES or not url.startswith("http://") or url.count(":") < 2:
         fix = f"give ROLE=http://HOST:PORT with a role of {', '.join(ROLES)}"
         raise LocalError(f"{text!r} is no server to look at", field="targets", fix=fix)
-    if urlsplit(url).path not in ("", "/"):
-        fix = f"leave out {urlsplit(url).path}: its API is found"
-        raise LocalError(f"{text!r} names more than a server", field="targets", fix=fix)
+    try:
+        parts = urlsplit(url)
+        right, more = parts.port is not None, url.rstrip("/").partition(parts.netloc)[2]
+    except ValueError:
+        right, more = False, ""
+    if not right:
+        fix = f"give ROLE=http://HOST:PORT with a role of {', '.join(ROLES)}"
+        raise LocalError(f"{text!r} is no server to look at", field="targets", fix=fix)
+    if more:
+        raise LocalError(
+            f"{text!r} names more than a server", field="targets", fix=f"leave out {more}: its API is found"
+        )
     found: TargetRole = role  # type: ignore[assignment]
     return Target(name or f"{role}-{taken}", found, url.rstrip("/"))
 

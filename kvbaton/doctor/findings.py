@@ -226,7 +226,9 @@ def _measured(pair: PairFacts, min_gb_per_s: float) -> Iterator[Finding]:
         yield Finding("warning", "unmeasured", subject, f"{NO_RATE}; {min_gb_per_s:g} GB/s were asked for", fix)
     elif (rate := pair.gb_per_s) is not None and rate < min_gb_per_s:
         what = f"{rate:.2f} GB/s, less than the {min_gb_per_s:g} that were asked for"
-        yield Finding("error", "slow", subject, what, "look at the link: `kvbaton link` between these hosts")
+        severity: Severity = "warning" if pair.cold else "error"
+        what += ", while prefill computed" if pair.cold else ""
+        yield Finding(severity, "slow", subject, what, "look at the link: `kvbaton link` between these hosts")
 
 
 def _host(server: ServerFacts) -> str:

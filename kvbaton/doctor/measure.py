@@ -41,6 +41,7 @@ class _Once(msgspec.Struct, frozen=True):
 
     num_bytes: float
     seconds: float
+    cold: bool = False  # prefill computed the prompt meanwhile
 
 
 def can_measure(prefill: ServerFacts, decode: ServerFacts, keys: Keys, probe: bool) -> bool:
@@ -94,7 +95,9 @@ async def _measure(
         return msgspec.structs.replace(facts, trouble=str(error))
     timed = sorted((one for one in found if one.num_bytes and one.seconds), key=lambda one: one.num_bytes / one.seconds)
     typical = timed[(len(timed) - 1) // 2] if timed else found[-1]
-    return msgspec.structs.replace(facts, num_bytes=int(typical.num_bytes), seconds=typical.seconds, repeats=len(found))
+    return msgspec.structs.replace(
+        facts, num_bytes=int(typical.num_bytes), seconds=typical.seconds, repeats=len(found), cold=typical.cold
+    )
 
 
 def _prompts(prefill: ServerFacts, decode: ServerFacts, num_tokens: int, repeats: int) -> list[list[int]]:
@@ -175,11 +178,14 @@ async def _ask_ours(
         raise RemoteError(f"{decode.name} does not say what the hand-off took: {error}") from None
     if report.path != "remote":
         return _Once(0, 0.0)
-    if report.copying_s or not backends & ENGINE_NAMES.keys():
-        return _Once(report.transfer_bytes, report.copying_s)
+    if not backends & ENGINE_NAMES.keys():
+        # Older workers tell the whole transfer only, with the waiting in it.
+        return _Once(report.transfer_bytes, report.copying_s or report.transfer_s, cold=not warm)
     moved = await transfers.moved()  # a worker over another engine only derives its bytes
-    if moved is None or not moved.num_bytes:
+    if moved is None:
         return _Once(report.transfer_bytes, 0.0)
+    if not moved.num_bytes and decode.backend == "sglang":
+        return _Once(report.transfer_bytes, 0.0)  # its decode servers compute nothing, so it came
     return _Once(moved.num_bytes, moved.seconds)
 
 

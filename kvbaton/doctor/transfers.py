@@ -70,8 +70,9 @@ class Transfers:
 
     async def moved(self) -> Moved | None:
         """What moved since. None where no side tells; zero: a side that counts says that nothing did."""
-        names = {server.name for server in self._pair}
-        until_s = time.monotonic() + (_SILENT_S if names & self._silent else _COUNTED_S)
+        names = {server.name for server in self._pair if self._may_count(server)}
+        silent = names <= self._silent
+        until_s = time.monotonic() + (_SILENT_S if silent else _COUNTED_S)
         while any(before is not None for before in self._before):
             found = await self._since()
             if found is not None and found.num_bytes > 0:
@@ -79,9 +80,12 @@ class Transfers:
                 return await self._since() or found
             if time.monotonic() >= until_s:
                 self._silent |= names
-                return found
+                return None if silent else found  # it may count later than that
             await asyncio.sleep(_POLL_S)
         return None
+
+    def _may_count(self, server: ServerFacts) -> bool:
+        return any(server.role in figure.sides for figure in _FIGURES[server.engine])
 
     async def _since(self) -> Moved | None:
         """By the side that tells most."""

@@ -151,7 +151,7 @@ class HandoffClient:
                 if moved is not None:
                     moved.num_bytes = pull.num_bytes
                     moved.transfer_s, moved.exposed_s = pull.seconds if pull.num_bytes else (0.0, 0.0)
-                    moved.copying_s = pull.copying_s
+                    moved.copying_s = min(pull.copying_s, moved.transfer_s)
 
     async def connect(self, address: Address) -> Identity:
         """Shake hands now (doctor, warm-up); pulls do it by themselves."""

@@ -26,6 +26,7 @@ def is_own_machine(host: str) -> bool:
     address = _address(host)
     if address is None:
         return host.lower().rstrip(".") == "localhost"
+    address = getattr(address, "ipv4_mapped", None) or address
     return address.is_loopback or address.is_unspecified
 
 
@@ -37,10 +38,9 @@ def in_url(host: str) -> str:
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """None for a name."""
     try:
-        found = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return None
-    return getattr(found, "ipv4_mapped", None) or found
 
 
 def is_loopback(host: str) -> bool:

@@ -23,9 +23,12 @@ _KEYS = {"sglang": "SGLANG_API_KEY", "trtllm": "TRTLLM_API_KEY"}
 def engine_url(settings: WorkerSettings) -> str:
     """Of a server that runs already, empty without one. LocalError when it is no address of one."""
     url = settings.engine_url.rstrip("/")
+    if "@" in url:
+        fix = "leave out user and password; a key for its API is read from a variable"
+        raise LocalError("an engine's address has no user", field="engine_url", fix=fix)
     try:
         parts = urlsplit(url)
-        right = not url or (parts.scheme == "http" and parts.port and not parts.path and not parts.query)
+        right = not url or bool(parts.hostname and parts.port and url == f"http://{parts.netloc}")
     except ValueError:
         right = False
     if not right:

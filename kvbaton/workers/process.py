@@ -101,21 +101,20 @@ async def start_over_server(model: ModelSettings, settings: WorkerSettings, key:
         try:
             starting.result()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if not settings.engine_url:
+                what = str(error) or type(error).__name__
+                raise LocalError(f"the worker's own server cannot be used: {what}", field="engine") from None
             why = getattr(getattr(error, "os_error", error), "strerror", None) or str(error) or type(error).__name__
             fix = "start it first, and see that it listens there"
-            where = settings.engine_url or "the address of its own"
-            raise LocalError(f"no server answers at {where}: {why}", field="engine_url", fix=fix) from None
+            raise LocalError(
+                f"no server answers at {settings.engine_url}: {why}", field="engine_url", fix=fix
+            ) from None
     except BaseException:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await worker.stop()
         raise
     return worker
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 async def run_worker(
@@ -153,7 +152,7 @@ async def run_worker(
                 own_pages_only=settings.clients == "auto",
                 kv_host=settings.kv_host or urlsplit(settings.engine_url).hostname or "",
                 engine_bootstrap_port=settings.engine_bootstrap_port,
-                engine_url=_without_password(settings.engine_url),
+                engine_url=settings.engine_url,
                 chunk_tokens=settings.chunk_tokens,
                 max_running=settings.max_running,
                 max_body_bytes=settings.max_body_bytes,

@@ -132,6 +132,8 @@ def test_who_is_not_there_is_found_and_without_a_key_less_is_read(workers: Worke
 
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:
     assert "leave out /v1" in run("decode=http://h:1/v1", expected=2)["error"]
+    assert "leave out #x" in run("decode=http://h:1#x", expected=2)["error"]
+    assert "no server to look at" in run("decode=http://[::1:80", expected=2)["error"]
     assert "no server to look at" in run("worker=http://h:1", expected=2)["error"]
     assert "each name a fleet" in run("decode=http://h:1", "--pid", "1", expected=2)["error"]
     (tmp_path / "empty.toml").write_text("")

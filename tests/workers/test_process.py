@@ -90,6 +90,9 @@ async def test_a_server_that_is_not_there_is_one_sentence(tiny_model_dir: Path, 
         (f"http://127.0.0.1:{port}", "no server answers at http://127.0.0.1:[0-9]+: Connect"),
         (f"http://127.0.0.1:{port}/v1", "is not http://host:port"),
         ("http://127.0.0.1:x", "is not http://host:port"),
+        ("http://:80", "is not http://host:port"),
+        (f"http://127.0.0.1:{port}#x", "is not http://host:port"),
+        (f"http://admin:hunter2@127.0.0.1:{port}", "^an engine's address has no user"),
     ):
         settings = WorkerSettings(engine=engine, engine_url=url, role="decode")
         with pytest.raises(LocalError, match=expected) as refused:
