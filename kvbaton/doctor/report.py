@@ -16,11 +16,9 @@ def report_text(found: Examination, findings: Sequence[Finding]) -> str:
         lines.append("")
     for pair in found.pairs:
         rate = pair.gb_per_s
-        how_fast = (
-            f"; {NO_RATE}"
-            if rate is None
-            else f" in {pair.seconds * 1e3:.2f} ms, {rate:.2f} GB/s" + (" while prefill computed" if pair.cold else "")
-        )
+        meanwhile = " while prefill computed" if pair.cold else ""
+        known = "" if rate is None else f" in {pair.seconds * 1e3:.2f} ms, {rate:.2f} GB/s{meanwhile}"
+        how_fast = known or f"; {NO_RATE}"
         moved = f"{pair.num_bytes / 1e6:.2f} MB" if pair.num_bytes else "handed off"
         lines.append(f"{pair.prefill} -> {pair.decode}: {pair.trouble or moved + how_fast}")
     lines.append("")

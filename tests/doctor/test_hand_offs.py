@@ -286,19 +286,19 @@ async def test_what_an_sglang_server_calls_its_model_and_its_own_address_is_no_f
 
 
 async def test_a_server_that_only_its_worker_reaches_is_no_fault(tiny_model_dir: Path) -> None:
-    async with sglang_pair() as (prefill, decode):
-        async with (
-            worker("sglang", "prefill", prefill.url, tiny_model_dir, kv_host="10.77.0.1") as first,
-            worker("sglang", "decode", decode.url, tiny_model_dir) as second,
-        ):
-            target = Target("p", "prefill", first, f"127.0.0.1:{prefill.bootstrap_port}")
-            found = await measured(target, Target("d", "decode", second), keys=Keys(KEY), tokens=0)
-            assert diagnose(found) == []
-            assert [one.name for one in found.servers] == ["p", "p's SGLang", "d", "d's SGLang"]
-            decode.hides = True
-            found = await measured(target, Target("d", "decode", second), keys=Keys(KEY), tokens=0)
-            (finding,) = diagnose(found)
-            assert finding.severity == "info" and f"what answers at {decode.url} is none" in finding.what
+    async with (
+        sglang_pair() as (prefill, decode),
+        worker("sglang", "prefill", prefill.url, tiny_model_dir, kv_host="10.77.0.1") as first,
+        worker("sglang", "decode", decode.url, tiny_model_dir) as second,
+    ):
+        target = Target("p", "prefill", first, f"127.0.0.1:{prefill.bootstrap_port}")
+        found = await measured(target, Target("d", "decode", second), keys=Keys(KEY), tokens=0)
+        assert diagnose(found) == []
+        assert [one.name for one in found.servers] == ["p", "p's SGLang", "d", "d's SGLang"]
+        decode.hides = True
+        found = await measured(target, Target("d", "decode", second), keys=Keys(KEY), tokens=0)
+        (finding,) = diagnose(found)
+        assert finding.severity == "info" and f"what answers at {decode.url} is none" in finding.what
 
 
 @pytest.mark.parametrize("port", [99999, 65536])
