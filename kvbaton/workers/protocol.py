@@ -38,11 +38,11 @@ class Finished(msgspec.Struct, frozen=True):
     queue_s: float = 0.0  # 0: the engine does not tell, and so with those below
     prefill_s: float = 0.0
     transfer_s: float = 0.0  # from Start to the last byte
-    copying_s: float = 0.0  # of that, while any copy was under way
     exposed_s: float = 0.0  # last byte minus first token
     decode_queue_s: float = 0.0  # from everything in place to the first decode step; 0: it never decoded
     first_step_s: float = 0.0  # from there, or locally from the first token, to the second token
     num_cached_tokens: int | None = None  # of engines that say only now what the prefix cache had
+    copying_s: float = 0.0  # of the transfer, while any copy was under way
 
 
 WorkerEvent = Admitted | TokenOutput | Finished
@@ -201,7 +201,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
-    copying_s: float = 0.0
     exposed_s: float = 0.0
     decode_queue_s: float = 0.0
     first_step_s: float = 0.0
+    copying_s: float = 0.0
