@@ -21,7 +21,7 @@ from kvbaton.doctor.look_mooncake import with_mooncake
 from kvbaton.doctor.look_sglang import look_at_sglang
 from kvbaton.doctor.look_trtllm import look_at_trtllm
 from kvbaton.doctor.look_vllm import look_at_vllm
-from kvbaton.transfer.reach import in_url, is_own_machine
+from kvbaton.transfer.reach import in_url, is_own_machine, why_not_reached
 from kvbaton.types import UNREADABLE, Fingerprint, RemoteError
 from kvbaton.workers.protocol import INTERNAL_KEY_HEADER, WorkerInfo
 from kvbaton.workers.vllm_server import key_for_servers
@@ -86,8 +86,7 @@ class Asking:
         except TimeoutError:
             raise RemoteError(f"no answer from {url} within {timeout_s:g} s", field="url") from None
         except (aiohttp.ClientError, OSError) as error:
-            why = getattr(getattr(error, "os_error", error), "strerror", None) or str(error) or type(error).__name__
-            raise RemoteError(f"no answer from {url}: {why}", field="url") from None
+            raise RemoteError(f"no answer from {url}: {why_not_reached(error)}", field="url") from None
 
 
 async def look_at_all(asking: Asking, targets: Sequence[Target], keys: Keys, probe: bool) -> list[ServerFacts]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +45,16 @@ class _Once(msgspec.Struct, frozen=True):
     cold: bool = False  # prefill computed the prompt meanwhile
 
 
+class _Between(NamedTuple):
+    """One pair, and what it takes to ask it. ``movers``: the servers whose engines move its KV."""
+
+    pair: Pair
+    movers: Sequence[ServerFacts]
+    asking: Asking
+    transfers: Transfers
+    keys: Keys
+
+
 def can_measure(prefill: ServerFacts, decode: ServerFacts, keys: Keys, probe: bool) -> bool:
     """``probe``: servers of other engines may be asked. What is behind a worker of ours is asked by that worker.
 
@@ -69,28 +80,20 @@ async def measure_pairs(
     for prefill, decode in pairs:
         movers = [behind.get(server.name, server) for server in (prefill, decode)]
         prompts = _prompts(prefill, decode, num_tokens, repeats)
-        found.append(await _measure(asking, (prefill, decode), movers, transfers, keys, prompts))
+        found.append(await _measure(_Between((prefill, decode), movers, asking, transfers, keys), prompts))
     return found
 
 
-async def _measure(
-    asking: Asking,
-    pair: Pair,
-    movers: Sequence[ServerFacts],
-    transfers: Transfers,
-    keys: Keys,
-    prompts: Sequence[Sequence[int]],
-) -> PairFacts:
-    """``movers``: the servers whose engines move the KV."""
-    facts = PairFacts(pair[0].name, pair[1].name)
-    hand_off = _hand_off(*pair)
+async def _measure(between: _Between, prompts: Sequence[Sequence[int]]) -> PairFacts:
+    facts = PairFacts(between.pair[0].name, between.pair[1].name)
+    hand_off = _hand_off(*between.pair)
     found = []
     try:
         for prompt in prompts:
             if hand_off is None:
-                found.append(await _between_ours(asking, pair, movers, transfers, keys, prompt))
+                found.append(await _between_ours(between, prompt))
             else:
-                found.append(await _between_others(asking, pair, hand_off, transfers, keys, prompt))
+                found.append(await _between_others(between, hand_off, prompt))
     except RemoteError as error:
         return msgspec.structs.replace(facts, trouble=str(error))
     timed = sorted((one for one in found if one.num_bytes and one.seconds), key=lambda one: one.num_bytes / one.seconds)
@@ -104,7 +107,11 @@ def _prompts(prefill: ServerFacts, decode: ServerFacts, num_tokens: int, repeats
     if prefill.engine != "kvbaton":
         num_tokens = max(num_tokens, _least(prefill, decode))
     length = max(1, min(num_tokens, _room(prefill, decode)))
-    return [[1 + secrets.randbelow(97) for _ in range(length)] for _ in range(repeats)]
+    return [_prompt(length) for _ in range(repeats)]
+
+
+def _prompt(length: int) -> list[int]:
+    return [1 + secrets.randbelow(97) for _ in range(length)]
 
 
 def _room(prefill: ServerFacts, decode: ServerFacts) -> int:
@@ -116,37 +123,22 @@ def _least(prefill: ServerFacts, decode: ServerFacts) -> int:
     return _MIN_BLOCKS * max(prefill.block_size, decode.block_size) + 1
 
 
-async def _between_ours(
-    asking: Asking,
-    pair: Pair,
-    movers: Sequence[ServerFacts],
-    transfers: Transfers,
-    keys: Keys,
-    prompt: Sequence[int],
-) -> _Once:
+async def _between_ours(between: _Between, prompt: Sequence[int]) -> _Once:
     """A shared KV tier may give decode what prefill has just computed: then prefill computes another prompt for it."""
-    once = await _ask_ours(asking, pair, movers, transfers, keys, prompt, warm=True)
-    fingerprint = pair[1].fingerprint
+    decode = between.pair[1]
+    once = await _ask_ours(between, prompt, warm=True)
+    fingerprint = decode.fingerprint
     whole = token_bytes(fingerprint) * len(prompt) if fingerprint is not None else 0
-    if once.num_bytes < whole / 2 and not pair[1].backend:
-        other = [1 + secrets.randbelow(97) for _ in prompt]
-        once = await _ask_ours(asking, pair, movers, transfers, keys, other, warm=False)
+    if once.num_bytes < whole / 2 and not decode.backend:
+        once = await _ask_ours(between, _prompt(len(prompt)), warm=False)
     if not once.num_bytes:
         raise RemoteError(_NOTHING_MOVED)
     return once
 
 
-async def _ask_ours(
-    asking: Asking,
-    pair: Pair,
-    movers: Sequence[ServerFacts],
-    transfers: Transfers,
-    keys: Keys,
-    prompt: Sequence[int],
-    warm: bool,
-) -> _Once:
+async def _ask_ours(between: _Between, prompt: Sequence[int], warm: bool) -> _Once:
     """``warm``: the prefill side computes the prompt before."""
-    prefill, decode = pair
+    (prefill, decode), asking, keys = between.pair, between.asking, between.keys
     backends = {prefill.backend, decode.backend}
     salt = "" if backends & _WITHOUT_SALTS else f"doctor-{secrets.token_hex(8)}"
     body: dict[str, object] = {
@@ -169,7 +161,7 @@ async def _ask_ours(
         deadline_s=asking.model_s,
         cache_salt=salt,
     )
-    await transfers.start(movers)
+    await between.transfers.start(between.movers)
     answer = await asking.post(f"{decode.url}/v1/completions", {**body, "kvbaton": internal}, headers, asking.model_s)
     expect(answer.status, answer.body, decode.name)
     try:
@@ -181,7 +173,7 @@ async def _ask_ours(
     if not backends & ENGINE_NAMES.keys():
         # Older workers tell the whole transfer only, with the waiting in it.
         return _Once(report.transfer_bytes, report.copying_s or report.transfer_s, cold=not warm)
-    moved = await transfers.moved()  # a worker over another engine only derives its bytes
+    moved = await between.transfers.moved()  # a worker over another engine only derives its bytes
     if moved is None:
         return _Once(report.transfer_bytes, 0.0)
     if not moved.num_bytes and decode.backend == "sglang":
@@ -189,15 +181,15 @@ async def _ask_ours(
     return _Once(moved.num_bytes, moved.seconds)
 
 
-async def _between_others(
-    asking: Asking, pair: Pair, hand_off: HandOff, transfers: Transfers, keys: Keys, prompt: Sequence[int]
-) -> _Once:
-    await transfers.start(pair)
-    await hand_off(asking, *pair, keys, prompt)
-    moved = await transfers.moved()
+async def _between_others(between: _Between, hand_off: HandOff, prompt: Sequence[int]) -> _Once:
+    await between.transfers.start(between.movers)
+    await hand_off(between.asking, *between.pair, between.keys, prompt)
+    moved = await between.transfers.moved()
     if moved is None:
         return _Once(0.0, 0.0)
-    if not moved.num_bytes and pair[1].engine == "vllm":  # which computes what it could not pull, if it is set to
+    if (
+        not moved.num_bytes and between.pair[1].engine == "vllm"
+    ):  # which computes what it could not pull, if it is set to
         raise RemoteError(_NOTHING_MOVED)
     return _Once(moved.num_bytes, moved.seconds)
 

@@ -35,6 +35,11 @@ def in_url(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
+def why_not_reached(error: Exception) -> str:
+    """The system's own words for a connection that failed, without the library's around them."""
+    return getattr(getattr(error, "os_error", error), "strerror", None) or str(error) or type(error).__name__
+
+
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """None for a name."""
     try:

@@ -19,7 +19,7 @@ import aiohttp
 from kvbaton.config import ModelSettings, WorkerSettings
 from kvbaton.kv.shared_pool import sweep_stale
 from kvbaton.kv.tier_directory import sweep_tiers
-from kvbaton.transfer.reach import is_loopback, require_secret
+from kvbaton.transfer.reach import is_loopback, require_secret, why_not_reached
 from kvbaton.types import LocalError
 from kvbaton.workers.http import HttpServer, bind
 from kvbaton.workers.server import ServerOptions, WorkerServer
@@ -104,7 +104,7 @@ async def start_over_server(model: ModelSettings, settings: WorkerSettings, key:
             if not settings.engine_url:
                 what = str(error) or type(error).__name__
                 raise LocalError(f"the worker's own server cannot be used: {what}", field="engine") from None
-            why = getattr(getattr(error, "os_error", error), "strerror", None) or str(error) or type(error).__name__
+            why = why_not_reached(error)
             fix = "start it first, and see that it listens there"
             raise LocalError(
                 f"no server answers at {settings.engine_url}: {why}", field="engine_url", fix=fix

@@ -208,7 +208,8 @@ class SglangWorker:
                 await asyncio.shield(self._abort(request.request_id, (url, self.options.url)))
 
     def _prompt_bytes(self, request: GenerateRequest) -> int:
-        return -(-len(request.prompt_token_ids) // self.block_size) * self._layout().block_bytes
+        layout = self._layout()
+        return layout.blocks_for(len(request.prompt_token_ids)) * layout.block_bytes
 
     async def _peer(self, prefill: PeerAddress) -> BootstrapInfo:
         """What is behind that bootstrap server. RemoteError when KV from there would be of no use here."""

@@ -218,7 +218,8 @@ class TrtllmWorker:
             raise
 
     def _prompt_bytes(self, request: GenerateRequest) -> int:
-        return -(-len(request.prompt_token_ids) // self.block_size) * self._layout().block_bytes
+        layout = self._layout()
+        return layout.blocks_for(len(request.prompt_token_ids)) * layout.block_bytes
 
     async def _context(self, body: dict[str, Any], url: str) -> _ContextAnswer:
         """The first leg."""

@@ -338,7 +338,8 @@ class VllmWorker:
                 self.mooncake.forget(prefill)  # it may come back as another engine
 
     def _prompt_bytes(self, request: GenerateRequest) -> int:
-        return -(-len(request.prompt_token_ids) // self.block_size) * self._layout(self.block_size).block_bytes
+        layout = self._layout(self.block_size)
+        return layout.blocks_for(len(request.prompt_token_ids)) * layout.block_bytes
 
     async def _decode(
         self,
